@@ -102,7 +102,7 @@ KILL_DELAY_S = 3.0  # after the start of a round
 LATE = ("no reply within", "not connected", "disconnected", "Flower: ")
 REJECTED = {
     "nan": ("not finite",),
-    "shape": ("have the shape", "expected: torch."),
+    "shape": ("the shape",),
     "scale": ("aggregate.max_change", "aggregate.max_ratio", "aggregate.norm_factor"),
 }
 

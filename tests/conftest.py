@@ -132,6 +132,14 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_trust(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remember trusted plug-ins in a folder of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _registries() -> Iterator[None]:
     """Forget what a test registered."""

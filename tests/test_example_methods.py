@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import LocalClients, export_images
+from loopback import LocalClients, defended, export_images
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -187,7 +187,7 @@ def test_flowers_clients_train_the_same_bits(name: str, tmp_path: Path) -> None:
     overrides = {**TINY, "method.name": name, **EXAMPLES[name], "eval.clients": 0}
     config = load_config("digits", overrides, plugins=plugins_of(name))
     export_images(config, tmp_path / "data")
-    simulation = run_rounds(open_run(config, tmp_path / "simulation")).state.server
+    simulation = run_rounds(open_run(defended(config), tmp_path / "simulation")).state.server
     remote = config.model_copy(update={"fleet": config.fleet.model_copy(update={"kind": "flower", "join_s": 0.0})})
     clients = LocalClients(remote, tmp_path / "data", tmp_path / "state")
     flower = run_rounds(open_run(remote, tmp_path / "flower", make_fleet=fleet_factory(clients.grid()))).state.server

@@ -25,6 +25,8 @@ TIMM = "--model vit_tiny_patch16_224 --methods fed-full --batch 1 --device cpu"
 
 # What each script is run with, in a folder where `plain` and `tasks` are comparisons.
 ARGUMENTS = {
+    "benchmarks/attack.py": "--methods fedavg --most 8 --drawn 2",
+    "benchmarks/attack_server.py": "requests --methods fedavg --most 12 --drawn 1",
     "benchmarks/bandwidth.py": f"--clients 2 --runs runs --out figures {TASKS}",
     "benchmarks/captured_steps.py": f"digits {RUN}",
     "benchmarks/client_step.py": f"{TIMM} --steps 1",
@@ -35,6 +37,7 @@ ARGUMENTS = {
     "benchmarks/memory.py": TIMM,
     "benchmarks/plot_bars.py": "tasks bars --by model.dim",
     "benchmarks/plot_curves.py": "plain curves",
+    "benchmarks/poison.py": f"run poison.csv --methods fedavg --rules clip --attacks none scaled --seeds 0 {RUN}",
     "benchmarks/report.py": "--rounds 2 --seeds 1",
     "benchmarks/scaling.py": "memory --rounds 2",
     "benchmarks/speed.py": "vit --batch 4 --clients 2 --samples 4 --epochs 1 --repeats 1 --device cpu "

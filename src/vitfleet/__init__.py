@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vitfleet.config.registry import register_partition as register_partition
     from vitfleet.config.registry import register_server_optimizer as register_server_optimizer
     from vitfleet.config.registry import register_tracker as register_tracker
+    from vitfleet.config.trust import trust_plugins as trust_plugins
     from vitfleet.run.callbacks import BestModel as BestModel
     from vitfleet.run.callbacks import Callback as Callback
     from vitfleet.run.callbacks import EarlyStopping as EarlyStopping
@@ -40,6 +41,7 @@ _HOMES = {
         "result_table", "train",
     ),
     "vitfleet.config": ("Config", "load_config"),
+    "vitfleet.config.trust": ("trust_plugins",),
     "vitfleet.config.registry": (
         "register_aggregation", "register_callback", "register_dataset", "register_method", "register_metric",
         "register_model", "register_partition", "register_server_optimizer", "register_tracker",

@@ -61,5 +61,9 @@ class ConfigError(UserError):
         self.key = key
 
 
+class RefusedRequestError(UserError):
+    """A device does not do what its server asks for. The server gets the message: it names nothing of the device."""
+
+
 class DataError(UserError):
     """A data set is missing, incomplete or too damaged to train on."""

@@ -42,6 +42,15 @@ def write_atomically(path: Path, data: Data) -> None:
     sync_folder(path.parent)
 
 
+def refuse_links(*folders: Path) -> None:
+    """Refuse folders that are links or hold some: what is written or removed there would be elsewhere."""
+    for folder in folders:
+        entries = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+        for path in (folder, *entries):
+            if path.is_symlink():
+                raise UserError(f"{path}: is a link; put what it links to in its place, or remove it")
+
+
 def make_folder(folder: Path) -> Path:
     """Create the folder that a command's ``--out`` names, and return it."""
     try:

@@ -211,3 +211,12 @@ def test_a_step_is_counted_again_for_constants_of_another_shape(tiny_net: Net, t
     for rows in (1, 3):
         of_rows = replace(training, constants={"rows": torch.zeros(rows)})
         assert FlopCounter(tiny_net, TrainConfig(), counted).training(of_rows, 20) == 2 * 20 * rows * forward
+
+
+def test_a_client_that_claims_many_samples_does_not_hold_up_the_count(tiny_net: Net) -> None:
+    counter, train = FlopCounter(tiny_net, TrainConfig(batch_size=4)), tiny_net.parts.whole
+    training = LocalTraining(
+        {name: torch.empty(shape, device="meta") for name, shape in tiny_net.parts.shapes.items()}, train, 2
+    )
+    few = counter.training(training, 10_000)
+    assert counter.training(training, 10**13) == pytest.approx(10**9 * few)

@@ -102,6 +102,11 @@ class LoopbackGrid(Grid):
         raise NotImplementedError
 
 
+def defended(config: Config) -> Config:
+    """Return a simulation's configuration with what a fleet of real devices has by default written out."""
+    return config.model_copy(update={"aggregate": config.aggregate.model_copy(update={"defence": "clip"})})
+
+
 def client_names(config: Config) -> list[str]:
     return [config.fleet.name_of(client) for client in range(config.fleet.clients)]
 
@@ -135,7 +140,8 @@ class LocalClients:
         client = self.client(number)
         if message.metadata.message_type == MessageType.EVALUATE:
             return pack_eval_reply(client.evaluate(unpack_eval_request(message.content)))
-        return pack_reply(client.train(unpack_train_request(message.content)))
+        payload = unpack_train_request(message.content)
+        return pack_reply(client.train(payload), payload.request.round)
 
     def grid(self, handle: HandleMessage | None = None) -> LoopbackGrid:
         return LoopbackGrid(handle or self.handle, client_names(self.config))

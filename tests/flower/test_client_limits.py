@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,14 +16,15 @@ from torch import Tensor
 
 from conftest import MakeConfig
 from vitfleet.config import load_config
+from vitfleet.config.load import presets
 from vitfleet.config.schema import MachineConfig
 from vitfleet.data.sources.load import load_dataset
-from vitfleet.errors import UserError
+from vitfleet.errors import RefusedRequestError, UserError
 from vitfleet.fleet.base import Request
 from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.device.client import FlowerClient
 from vitfleet.flower.device.handler import local_client
-from vitfleet.flower.device.limits import ClientLimits
+from vitfleet.flower.device.limits import ClientLimits, check_model, check_round, check_run
 from vitfleet.flower.device.storage import ClientStorage
 from vitfleet.flower.server.fleet import make_run_spec
 from vitfleet.flower.transport.payloads import RunSpec, TrainPayload
@@ -52,7 +54,7 @@ def failure_of(spec: RunSpec, folder: Path, limits: ClientLimits | None = None) 
     """Return why a client refuses to train; nothing may have been stored."""
 
     def load_images(*_: object) -> Any:
-        raise UserError("allowed")
+        raise RefusedRequestError("allowed")
 
     activity = ActivityLog(folder / "activity.log")
     machine = MachineConfig(device="cpu")
@@ -144,10 +146,10 @@ def test_every_size_is_limited_also_that_of_a_model_which_is_named(
 
 def test_a_base_message_larger_than_the_disk_limit_is_refused_and_not_stored(spec: RunSpec, tmp_path: Path) -> None:
     client = FlowerClient(lambda *_: pytest.fail("it trains"), tmp_path, MachineConfig(), ClientLimits(disk_mb=1))
-    base = Message({"weight": torch.zeros(300_000)})
+    base = Message({"weight": torch.zeros(262_000)})
     reply = client.train(TrainPayload(Request(1, 0, Message()), spec, base))
     assert reply.failure is not None
-    assert "would take 1.2 MB; its owner allows 1 (vitfleet client --limit disk_mb=…)" in reply.failure
+    assert "would take 1.0 MB; its owner allows 1 (vitfleet client --limit disk_mb=…)" in reply.failure
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -172,7 +174,7 @@ def test_a_state_larger_than_the_disk_limit_is_not_stored(
     def check_room(storage: ClientStorage, new_bytes: int, limit_mb: int) -> None:
         sizes.append(new_bytes)
         if len(sizes) == 2:
-            raise UserError("no room")
+            raise RefusedRequestError("no room")
 
     monkeypatch.setattr(ClientStorage, "check_room", check_room)
     context = open_run(config, tmp_path / "run")
@@ -251,3 +253,24 @@ def test_a_cache_of_images_is_written_only_where_it_fits_and_gives_way_to_runs(t
     with pytest.raises(UserError, match=r"would take 1\.1 MB"):
         run.check_room(1_100_000, limit_mb=1)
     assert not run.folder.exists()
+
+
+SIZES = {"digits": (10, 1, 8), "cifar10": (10, 3, 32), "cifar100": (100, 3, 32), "ucmerced": (21, 3, 256)}
+SMALL_MACHINE, SLOW, IMAGES = 8 * 10**9, 2e10, 500  # bytes of memory, operations per second, training images
+
+
+@pytest.mark.parametrize("preset", sorted(presets()))
+def test_no_preset_asks_for_more_than_the_defaults_allow(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device with 8 GB of memory and slow cores; ViT-Base takes 3 GB of them."""
+    monkeypatch.setattr("vitfleet.flower.device.limits.total_memory", lambda: SMALL_MACHINE)
+    remote = {"fleet.kind": "flower", "fleet.devices": {}, "machine.checkpoint_every": 1, "model.weights": None}
+    config = load_config(preset, remote)
+    classes, channels, size = SIZES.get(config.data.name, (200, 3, 64))
+    if config.data.tasks is not None:
+        classes = max(classes, config.data.tasks.count * config.data.tasks.classes)
+    spec = RunSpec("run", config.model_dump_json(), [str(number) for number in range(classes)], channels, size, [])
+    shared = config.model_copy(update={"machine": MachineConfig()})
+    limits = ClientLimits()
+    check_run(shared, spec, limits)
+    net = check_model(shared, spec, limits)
+    check_round(shared, spec, net, np.arange(IMAGES) % classes, SLOW, limits)

@@ -77,8 +77,8 @@ def test_unpack_reply_accepts_only_numbers_that_the_records_can_hold(
 ) -> None:
     metadata = b'{"__metadata__":' + json.dumps({"numbers": json.dumps(numbers)}).encode() + b"}"
     encoded = len(metadata).to_bytes(8, "little") + metadata
-    header = ConfigRecord({"failure": "", "state_lost": False, "correct": correct, "tested": tested})
-    reply = unpack_reply(with_encoded_message(RecordDict({HEADER: header}), encoded), 0, 10**6)
+    header = ConfigRecord({"round": 1, "failure": "", "state_lost": False, "correct": correct, "tested": tested})
+    reply = unpack_reply(with_encoded_message(RecordDict({HEADER: header}), encoded), 0, 1, 10**6)
     assert (reply.message is None) == (reply.failure is not None)
     if reply.message is not None:
         json.dumps(dict(reply.message.numbers), allow_nan=False)
@@ -90,19 +90,19 @@ def test_unpack_reply_accepts_only_numbers_that_the_records_can_hold(
 def test_unpack_reply_inverts_pack_reply() -> None:
     message = Message({"w": torch.randn(3)}, {"loss": 0.5, "samples": 7, "layers": [1, 2]})
     for evaluation in (None, EvalResult(3, 9), EvalResult(0, 0)):
-        unpacked = unpack_reply(pack_reply(Reply(4, message, evaluation)), 4, 10**6)
+        unpacked = unpack_reply(pack_reply(Reply(4, message, evaluation), 7), 4, 7, 10**6)
         assert (unpacked.client, unpacked.evaluation) == (4, evaluation)
         assert (unpacked.failure, unpacked.state_lost) == (None, False)
         assert unpacked.message is not None
         assert torch.equal(unpacked.message.tensors["w"], message.tensors["w"])
         assert unpacked.message.numbers == message.numbers
     lost = Reply(4, None, failure="gone", state_lost=True)
-    assert unpack_reply(pack_reply(lost), 4, 10**6) == lost
+    assert unpack_reply(pack_reply(lost, 7), 4, 7, 10**6) == lost
 
 
 @pytest.mark.parametrize("missing", [HEADER, "message", CHUNK, "failure"])
 def test_unpack_reply_names_what_is_missing(missing: str) -> None:
-    complete = pack_reply(Reply(0, Message({}, {"loss": 0.5, "samples": 1})))
+    complete = pack_reply(Reply(0, Message({}, {"loss": 0.5, "samples": 1})), 7)
     header = {key: value for key, value in complete.config_records[HEADER].items() if key != missing}
     chunks = [
         {} if missing == CHUNK else dict(complete.config_records[key])
@@ -112,7 +112,7 @@ def test_unpack_reply_names_what_is_missing(missing: str) -> None:
     content = RecordDict({f"message/{number}": ConfigRecord(chunk) for number, chunk in enumerate(chunks)})
     if missing != HEADER:
         content[HEADER] = ConfigRecord(header)
-    assert unpack_reply(content, 0, 10**6).failure == f"its reply has no {missing!r}"
+    assert unpack_reply(content, 0, 7, 10**6).failure == f"its reply has no {missing!r}"
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_unpack_eval_reply_rejects_impossible_counts(header: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("failure", ["\x1b]0;owned\x07\x1b[2J\r\u2028round 5: all fine", "x" * 10**6])
 def test_a_reported_failure_is_one_short_line_without_control_characters(failure: str) -> None:
-    content = RecordDict({HEADER: ConfigRecord({"failure": failure, "state_lost": False})})
-    for reply in (unpack_reply(content, 3, 100), unpack_eval_reply(content, 3, 2)):
+    content = RecordDict({HEADER: ConfigRecord({"round": 7, "failure": failure, "state_lost": False})})
+    for reply in (unpack_reply(content, 3, 7, 100), unpack_eval_reply(content, 3, 2)):
         assert reply.failure is not None
         assert reply.failure.isprintable()
         assert len(reply.failure) <= 501
@@ -156,9 +156,9 @@ def test_a_wrong_value_of_a_request_is_shortened_in_the_error(key: str) -> None:
 
 @pytest.mark.parametrize("counts", [{"correct": LONG, "tested": 1}, {"correct": 1, "tested": LONG}])
 def test_a_wrong_count_of_a_reply_is_shortened_in_the_failure(counts: dict[str, Any]) -> None:
-    content = pack_reply(Reply(0, Message({}, {"loss": 0.5, "samples": 1})))
+    content = pack_reply(Reply(0, Message({}, {"loss": 0.5, "samples": 1})), 7)
     content.config_records[HEADER].update(counts)
-    failure = unpack_reply(content, 0, 10**6).failure
+    failure = unpack_reply(content, 0, 7, 10**6).failure
     assert failure is not None
     assert failure.isprintable()
     assert len(failure) < 300

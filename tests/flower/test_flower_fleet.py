@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loopback import HandleMessage, LocalClients, client_names, export_images
+from loopback import HandleMessage, LocalClients, client_names, defended, export_images
 
 from conftest import DIGITS_BODY, MakeConfig
 from vitfleet.config.registry import METHODS
@@ -144,7 +144,7 @@ def test_a_device_keeps_its_own_whole_model(tiny_config: MakeConfig, tmp_path: P
 
 def assert_equals_simulation(config: Config, tmp_path: Path) -> None:
     export_images(config, tmp_path / "data")
-    simulation = run_rounds(open_run(config, tmp_path / "simulation")).state
+    simulation = run_rounds(open_run(defended(config), tmp_path / "simulation")).state
     assert same_server_state(simulation, run_on_grid(flower(config), tmp_path / "flower"))
     simulation_records, flower_records = (
         (tmp_path / name / "records.jsonl").read_bytes() for name in ("simulation", "flower")

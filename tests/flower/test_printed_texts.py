@@ -36,7 +36,7 @@ def test_printable_text_is_one_short_line() -> None:
 
 def with_tensor_name(content: RecordDict, name: str) -> RecordDict:
     """Return a reply with one more tensor."""
-    message = unpack_reply(content, 0, 10**9).message
+    message = unpack_reply(content, 0, int(str(content.config_records[HEADER]["round"])), 10**9).message
     assert message is not None
     changed = replace(message, tensors={**message.tensors, name: torch.zeros(1)})
     return with_encoded_message(content, encode(changed))
@@ -90,4 +90,4 @@ def test_the_traceback_of_a_bad_message_is_short_and_printable(
     assert len(printed) < 20_000
     assert all(line.isprintable() for line in printed.split("\n"))
     assert len(reply.getvalue()) < 2000
-    assert b"UserError: a message of" in reply.getvalue()
+    assert b"the client's worker failed (UserError)" in reply.getvalue()

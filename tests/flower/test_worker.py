@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.app.user_config import UserConfig
-from loopback import LoopbackGrid, export_images
+from loopback import LoopbackGrid, defended, export_images
 from test_flower_fleet import flower, same_server_state
 
 from conftest import MakeConfig
@@ -93,7 +93,7 @@ class WorkerClient:
 def assert_equals_simulation(config: Config, client: WorkerClient) -> None:
     """Run all rounds in one process and through a worker: the results must be equal, bit for bit."""
     export_images(config, client.folder / "data")
-    simulation = run_rounds(open_run(config, client.folder / "simulation")).state
+    simulation = run_rounds(open_run(defended(config), client.folder / "simulation")).state
     make_fleet = fleet_factory(LoopbackGrid(client.handle, ["0"]))
     context = open_run(flower(config), client.folder / "flower", make_fleet=make_fleet)
     assert same_server_state(simulation, run_rounds(context).state)
@@ -200,6 +200,6 @@ def test_simulated_client_uses_no_worker(tiny_config: MakeConfig, tmp_path: Path
     names = [str(client) for client in range(config.fleet.clients)]
     context = open_run(flower(config), folder, make_fleet=fleet_factory(LoopbackGrid(handle, names)))
     state = run_rounds(context).state
-    simulation = run_rounds(open_run(config, tmp_path / "simulation")).state
+    simulation = run_rounds(open_run(defended(config), tmp_path / "simulation")).state
     assert same_server_state(simulation, state)
     assert not workers()

@@ -47,11 +47,11 @@ def forged_header(rng: random.Random, length: int) -> bytes:
     return text.encode()
 
 
-def forged_reply(rng: random.Random, length: int, share: float) -> RecordDict:
+def forged_reply(rng: random.Random, round: int, length: int, share: float) -> RecordDict:
     """Return a reply of about so many bytes, with a header that has this share of them."""
     header = forged_header(rng, int(length * share))
     encoded = len(header).to_bytes(8, "little") + header + bytes(length - int(length * share))
-    record = pack_reply(Reply(0, Message(), EvalResult(1, 2))).config_records[HEADER]
+    record = pack_reply(Reply(0, Message(), EvalResult(1, 2)), round).config_records[HEADER]
     return with_encoded_message(RecordDict({HEADER: ConfigRecord(dict(record))}), encoded)
 
 

@@ -24,11 +24,11 @@ SCALARS: tuple[Any, ...] = (
 )
 
 
-def mutated_reply(reply: Reply, rng: random.Random) -> RecordDict:
+def mutated_reply(reply: Reply, round: int, rng: random.Random) -> RecordDict:
     """Return a reply as the content of a Flower message, with one to three mutations."""
     assert reply.message is not None
     tensors, numbers = dict(reply.message.tensors), dict[str, Any](reply.message.numbers)
-    header = dict[str, Any](pack_reply(Reply(0, Message({}, {}), reply.evaluation)).config_records[HEADER])
+    header = dict[str, Any](pack_reply(Reply(0, Message({}, {}), reply.evaluation), round).config_records[HEADER])
     flips = 0
     for _ in range(rng.randint(1, 3)):
         kind = rng.choice(["tensor", "tensor", "number", "number", "number", "header", "bytes"])

@@ -36,7 +36,7 @@ def stacked(sent: list[dict[str, Tensor]], name: str) -> NDArray[np.float64]:
     return torch.stack([one[name] for one in sent]).double().numpy()
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 6])
+@pytest.mark.parametrize("count", [3, 5, 6])
 def test_median(count: int) -> None:
     sent = updates(count)
     state, _ = gathered(MedianParams(), sent)
@@ -45,7 +45,7 @@ def test_median(count: int) -> None:
         assert np.array_equal(state.tensors[name].numpy(), expected)
 
 
-@pytest.mark.parametrize(("count", "trim", "out"), [(10, 0.1, 1), (10, 0.35, 3), (9, 0.1, 0), (5, 0.4, 2)])
+@pytest.mark.parametrize(("count", "trim", "out"), [(10, 0.1, 1), (10, 0.35, 3), (9, 0.2, 1), (5, 0.4, 2)])
 def test_trimmed_mean(count: int, trim: float, out: int) -> None:
     sent = updates(count)
     state, _ = gathered(TrimmedMeanParams(trim=trim), sent)

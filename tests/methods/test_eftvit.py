@@ -267,9 +267,9 @@ def test_unsound_features_are_refused(change: dict[str, torch.Tensor], reason: s
     method = EftVit(EftVitParams(local_layers=1, feature_dtype="fp32"), context_of(net))
     sound = {"features": torch.zeros(4, 5, 8), "labels": torch.tensor([0, 1, 2, 4], dtype=torch.int16)}
     gathering = method.aggregator(State(), 1)
-    gathering.add(0, Message(sound))
+    gathering.add(0, Message(sound, {"samples": 4}))
     with pytest.raises(RejectedUpdateError, match=reason):
-        gathering.add(1, Message({**sound, **change}))
+        gathering.add(1, Message({**sound, **change}, {"samples": 4}))
     assert set(gathering.finish().parts) == {"features-000000"}
 
 

@@ -79,7 +79,7 @@ def assert_second(checkpoints: Checkpoints) -> None:
 def assert_only_named(checkpoints: Checkpoints) -> None:
     latest = checkpoints.latest
     named = {"checkpoint.json", latest.server, *latest.clients.values()} if latest else set()
-    assert {path.name for path in checkpoints.folder.iterdir()} - {"previous"} == named
+    assert {path.name for path in checkpoints.folder.iterdir()} - {"previous", "files.json"} == named
     before = read_manifest(checkpoints.folder / "previous")
     kept = {"checkpoint.json"} | before.files() - named if before else set()
     assert {path.name for path in (checkpoints.folder / "previous").glob("*")} == kept
@@ -111,9 +111,12 @@ def test_commit_does_not_rewrite_unchanged_clients(tmp_path: Path) -> None:
     assert_state(again.read(again.latest.clients[0]), 10)
 
 
-def test_files_that_the_manifest_does_not_name_are_removed(tmp_path: Path) -> None:
-    commit_first(Checkpoints(tmp_path))
-    for name in (".checkpoint.json.tmp", "server-round-000002.safetensors", "client-000009-round-000002.safetensors"):
+def test_files_of_a_checkpoint_that_was_begun_are_removed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    commit_first(checkpoints)
+    begun = ("server-round-000002.safetensors", "client-000009-round-000002.safetensors")
+    checkpoints.begin(begun)
+    for name in (".checkpoint.json.tmp", *begun):
         (tmp_path / "checkpoint" / name).write_bytes(b"half")
     again = Checkpoints(tmp_path)
     assert_first(again)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import LocalClients, export_images
+from loopback import LocalClients, defended, export_images
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -188,7 +188,7 @@ def test_flowers_clients_send_the_same_bits(name: str, tmp_path: Path) -> None:
     keys = {**keys_of(name, START, AGAIN), "method.name": name, "eval.clients": 0}
     config = load_config(PRESET, keys)
     export_images(config, tmp_path / "data")
-    simulation = run_rounds(open_run(config, tmp_path / "simulation")).state.server
+    simulation = run_rounds(open_run(defended(config), tmp_path / "simulation")).state.server
     fleet = config.fleet.model_copy(update={"kind": "flower", "join_s": 0.0})
     remote = config.model_copy(update={"fleet": fleet})
     clients = LocalClients(remote, tmp_path / "data", tmp_path / "state")

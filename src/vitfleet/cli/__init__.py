@@ -13,9 +13,11 @@ from importlib import import_module
 from typing import NoReturn
 
 import click
+import typer
 
 from vitfleet.cli.base import app, error_console
 from vitfleet.cli.usage import usage_sentence
+from vitfleet.config import trust
 from vitfleet.errors import UserError, describe_os_error
 
 # Importing a module adds its commands to the application, in the order in which help lists them.
@@ -27,6 +29,7 @@ def main() -> None:
     """Run the command line. An error that the user can fix is one sentence and exit code 2."""
     # Python collects garbage once more before it ends: with torch imported that took 0.8 s of every command.
     atexit.register(gc.freeze)
+    trust.ask = _ask
     try:
         sys.exit(app(standalone_mode=False))
     except click.exceptions.NoArgsIsHelpError as error:
@@ -43,6 +46,11 @@ def main() -> None:
         if sentence is None:
             raise
         _fail(sentence)
+
+
+def _ask(what: str) -> bool:
+    """Ask whether a plug-in may be run; where nobody can answer it may not."""
+    return sys.stdin.isatty() and sys.stderr.isatty() and typer.confirm(f"{what}. Run it?", err=True)
 
 
 def _fail(sentence: str) -> NoReturn:

@@ -111,6 +111,7 @@ def server(
     names: Annotated[str, typer.Option(help="The clients, as a,b,c; default: all that have a key.")] = "",
     insecure: Insecure = False,
     yes: options.Yes = False,
+    trust_plugins: options.TrustPlugins = False,
 ) -> None:
     """Run a configuration on clients on other machines: start the server, run all rounds, stop the server.
 
@@ -167,6 +168,13 @@ def client(
         list[str],
         typer.Option(metavar="NAME=VALUE", help="Most that a server may ask for: `--limit epochs=5`. May be repeated."),
     ] = [],  # noqa: B006
+    pretrained: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Published weights. With EFTViT no features of another local module leave this machine.",
+        ),
+    ] = None,
     plugin: options.Plugins = [],  # noqa: B006
     insecure: Insecure = False,
 ) -> None:
@@ -185,13 +193,15 @@ def client(
 
     fleet_certs = Certs(certs.resolve())
     check_client_name(name)
-    ClientLimits.parse(limit)
+    limits = ClientLimits.parse(limit)
     if insecure:
         _warn_insecure()
     else:
         fleet_certs.check_client(name)
     if not data.exists():
         raise UserError(f"--data {data}: no such file or folder")
+    if pretrained is not None and not pretrained.is_file():
+        raise UserError(f"--pretrained {pretrained}: no such file")
     home = (state or Path.home() / ".vitfleet" / name).resolve()
     if home.exists() and not home.is_dir():
         raise UserError(f"--state {home}: is no folder; name one for this client's own files")
@@ -203,9 +213,15 @@ def client(
     try:
         silence = look()
         check_settings(data.resolve(), device, plugin)
-        command = client_command(address, name, data.resolve(), home, used_certs, machine, plugin, limit)
+        command = client_command(address, name, data.resolve(), home, used_certs, machine, plugin, limit, pretrained)
         log, why = home / "flower" / SUPERNODE_LOG, f" ({silence})" if silence else ""
         warn(f"{name}: waiting for {address}{why}; files in {home}; Flower's log: {log}")
+        if limits.shown_share:  # what a device cannot check is said
+            share = f"features of {limits.shown_share:.0%} of each image's patches in a round"
+            warn(
+                f"note: a server that runs EFTViT receives {share}, and can rebuild these patches from them; "
+                "--limit shown_share=0 refuses it"
+            )
         explain = partial(ending_cause, name=name, key=None if insecure else fleet_certs.node_key(name))
         run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, warn, explain, look)
     except KeyboardInterrupt:
@@ -241,6 +257,10 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     def show_address() -> None:
         title, clients = run_title(config.model_dump(mode="json")), ", ".join(names)
         say(f"{title}; waiting for {clients} at port {settings.port}; run folder: {folder}")
+        holds = (
+            "weights are clipped around each round's median" if config.defends else "off: what is sent counts as it is"
+        )
+        say(f"defence against devices that lie (aggregate.defence = {config.aggregate.defence}): {holds}")
 
     try:
         done = sum(1 for _ in read_records(folder))

@@ -36,6 +36,7 @@ def predict(
     batch_size: options.BatchSize = 64,
     device: options.Device = "auto",
     plugin: options.Plugins = [],  # noqa: B006
+    trust_plugins: options.TrustPlugins = False,
 ) -> None:
     """Predict the classes of images with a trained model. Files that cannot be read are named, the others predicted.
 
@@ -89,6 +90,7 @@ def evaluate(
     batch_size: options.BatchSize = 64,
     device: options.Device = "auto",
     plugin: options.Plugins = [],  # noqa: B006
+    trust_plugins: options.TrustPlugins = False,
 ) -> None:
     """Evaluate a trained model on labelled images: accuracy, per class, confusion matrix, calibration.
 
@@ -138,6 +140,7 @@ def export(
         str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face hub; needs a token.")
     ] = None,
     plugin: options.Plugins = [],  # noqa: B006
+    trust_plugins: options.TrustPlugins = False,
 ) -> None:
     """Write a trained model in the format of other software, with class names, preprocessing and a model card.
 
@@ -199,6 +202,7 @@ def demo(
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
     device: options.Device = "auto",
     plugin: options.Plugins = [],  # noqa: B006
+    trust_plugins: options.TrustPlugins = False,
 ) -> None:
     """Open a local page: drop an image, and see what the server's model and two clients' models predict, and why.
 

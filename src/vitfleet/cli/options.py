@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from vitfleet.config import trust
+
 Overrides = Annotated[
     list[str],
     typer.Option("-o", "--override", metavar="KEY=VALUE", help="Set a key: `-o train.lr=1e-3`. May be repeated."),
@@ -15,6 +17,20 @@ Plugins = Annotated[
     list[Path],
     typer.Option(
         "--plugin", metavar="FILE", help="A Python file of your own methods, data sets, metrics, …. May be repeated."
+    ),
+]
+
+
+def _trust(wanted: bool) -> bool:
+    if wanted:
+        trust.ask = lambda what: True
+    return wanted
+
+
+TrustPlugins = Annotated[
+    bool,
+    typer.Option(
+        "--trust-plugins", callback=_trust, help="Run the plug-ins that the run names, also those of somebody else."
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="Output folder. Default: the next free one in runs/.")]

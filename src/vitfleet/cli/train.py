@@ -77,6 +77,7 @@ def resume(
         int | None, typer.Option(min=1, help="Give the run this many rounds in all, even if it is finished.")
     ] = None,
     jobs: options.Jobs = 1,
+    trust_plugins: options.TrustPlugins = False,
 ) -> None:
     """Resume a run or a comparison from its last checkpoint. It ends as if it had never been stopped.
 

@@ -81,6 +81,12 @@ class AggregationParams(Table):
     """Parameters of an aggregation rule: the table ``[aggregate]``, with the limits that every rule has."""
 
     rule: str = ""
+    defence: Literal["auto", "clip", "off"] = Field(
+        "auto",
+        description="against devices that lie. clip: samples count up to the round's median, and weights "
+        "are clipped around the round's median; auto: clip for a fleet of real devices, off in a simulation",
+    )
+    equal_weights: bool = Field(False, description="give every device the same weight, whatever samples it reports")
     clip_update: float | None = Field(
         None, gt=0, description="longest update: a longer one is scaled down (Euclidean norm)"
     )
@@ -102,6 +108,11 @@ class AggregationParams(Table):
     max_samples: int | None = Field(
         10**8, ge=1, description="updates that report more samples are rejected; null: no limit"
     )
+
+    @property
+    def least_replies(self) -> int:
+        """The fewest replies with which the rule can do its work; a round with fewer changes nothing."""
+        return 1
 
 
 class ServerOptimizerParams(Table):

@@ -22,6 +22,7 @@ from vitfleet.config.registry import ALL, MODELS, Registry
 from vitfleet.config.run_title import titled_parts
 from vitfleet.config.schema import Config
 from vitfleet.config.train import NAMED_WEIGHTS
+from vitfleet.config.trust import check_trusted
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.files import CONFIG_FILE, parse_json, read_json
 
@@ -122,6 +123,13 @@ def read_config(path: Path) -> Config:
     tree = read_json(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: is damaged (it holds no table); restore it from a copy")
+    return validate_saved(tree)
+
+
+def validate_saved(tree: Tree) -> Config:
+    """Turn a saved tree into a configuration. It may be somebody else's: its plug-ins must be trusted here."""
+    check_tree([tree])
+    check_trusted([*_listed_plugins(tree), *(table[leaf].rpartition(":")[0] for _, table, leaf in _references(tree))])
     return validate(tree)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitfleet.config.registry import ALL, Registry
+from vitfleet.config.trust import trust_plugins
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def load_file(path: Path) -> str:
             raise
         raise UserError(f"plug-in {path}: {_location(error, file)}{type(error).__name__}: {error}") from error
     _loaded[str(file)] = digest
+    trust_plugins(file)  # one that a saved run names was trusted before
     return str(file)
 
 

@@ -78,6 +78,12 @@ class Config(Table):
         return self.data.tasks.count if self.data.tasks else 1
 
     @property
+    def defends(self) -> bool:
+        """Whether the server clips what devices send: in a simulation they are our own code, and nobody lies."""
+        chosen = self.aggregate.defence
+        return chosen == "clip" or (chosen == "auto" and self.fleet.kind == "flower")
+
+    @property
     def kept_rounds(self) -> int | None:
         """Rounds of a task, if the models at the end of each are kept; else ``None``."""
         tasks = self.data.tasks
@@ -137,6 +143,15 @@ class Config(Table):
             )
         if not is_remote and data.test_only:
             raise ValueError("data.test_only = true: needs fleet.kind = flower, where clients have their own images")
+        return self
+
+    @model_validator(mode="after")
+    def _rule_suits_the_fleet(self) -> Config:
+        """Reject a rule that cannot do its work with the replies of a round: it would protect from nothing."""
+        aggregate, replies = self.aggregate, self.fleet.per_round
+        if replies < aggregate.least_replies:
+            remedy = f"needs {aggregate.least_replies} replies, and fleet.per_round = {replies}; choose another rule"
+            raise ConfigError("aggregate.rule", aggregate.rule, remedy)
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -46,13 +47,13 @@ def measure_speed(request: SpeedRequest) -> float:
         # Stacked clients whose steps are replayed take about as long as one training with a batch of all their images.
         images = request.train.batch_size * at_once
         fast = images * request.flops_per_sample < 100 * MEASURED_FLOPS
-        measured = _step_speed(request, images) if fast else _product(machine.device)
+        measured = _step_speed(request, images) if fast else product_speed(machine.device)
         torch.cuda.empty_cache()  # what the measurement took is free again when the free memory is read
         return measured
     with thread_limit(max(1, torch.get_num_threads() // machine.workers)):
         images = request.train.batch_size
         fast = images * request.flops_per_sample < MEASURED_FLOPS
-        return at_once * (_step_speed(request, images) if fast else _product(machine.device))
+        return at_once * (_step_speed(request, images) if fast else product_speed(machine.device))
 
 
 def _step_speed(request: SpeedRequest, images: int) -> float:
@@ -83,8 +84,9 @@ def _step_speed(request: SpeedRequest, images: int) -> float:
     return images * request.flops_per_sample / _seconds(step, machine.device)
 
 
-def _product(device: torch.device) -> float:
-    """Time matrix products, and return the speed of training that follows from it."""
+@cache
+def product_speed(device: torch.device) -> float:
+    """Time matrix products, and return the speed of training that follows from it; measured once in a process."""
     factor = torch.zeros(PRODUCT_SIDE, PRODUCT_SIDE, device=device)
     return PRODUCT_EFFICIENCY * 2 * PRODUCT_SIDE**3 / _seconds(lambda: factor @ factor, device)
 

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 
 from vitfleet.data.images import DataSet, ImageSet
 from vitfleet.data.subsets import draw_holdout, draw_subset, training_and_test_limit
-from vitfleet.errors import DataError
+from vitfleet.errors import DataError, printable
 from vitfleet.progress import NO_PROGRESS, Progress
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 MAX_STORED_SIZE = 256  # largest height and width at which images are stored
 PROBE_COUNT = 256  # images that are opened to find the most common size
 CHUNK_IMAGES = 512  # images decoded per work item of a thread
+# An image with more pixels is unreadable: decoded it takes up to twelve bytes a pixel, however small its file is. Of a
+# JPEG file with more a fraction of its size is decoded.
+MAX_PIXELS = 2**25
 # Exceptions that Pillow raises for damaged files; for a broken PNG it raises a SyntaxError.
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 GREYSCALE_MODES = frozenset(("1", "L", "I", "F"))
@@ -60,6 +64,11 @@ class RawDataset:
     classes: tuple[str, ...]
     train: EncodedSplit
     test: EncodedSplit | None
+
+    def __post_init__(self) -> None:
+        """Refuse names that would act on a terminal: names of folders and of classes are another's choice."""
+        if unprintable := [name for name in self.classes if not name.isprintable()]:
+            raise DataError(f"the class {printable(unprintable[0])!r} has control characters in its name; rename it")
 
 
 @dataclass(frozen=True)
@@ -200,8 +209,19 @@ def decode_image(item: bytes | Path, image_size: int, channels: int) -> NDArray[
         return fit_image(image, image_size, channels)
 
 
+def _check_pixels(image: Image.Image) -> None:
+    """Refuse an image that would take too much memory, before its pixels are decoded."""
+    if image.width * image.height > MAX_PIXELS and isinstance(image, JpegImageFile):
+        image.draft(None, (image.width // 8, image.height // 8))
+    if image.width * image.height > MAX_PIXELS:
+        raise Image.DecompressionBombError(
+            f"{image.width} x {image.height} pixels are too many; at most {MAX_PIXELS:,} are decoded"
+        )
+
+
 def fit_image(image: Image.Image, image_size: int, channels: int) -> NDArray[np.uint8]:
     """Return an image as it is stored: cropped to a square at its centre, resized, in colour or grey."""
+    _check_pixels(image)
     # Pillow would clip 16-bit greys to white instead of scaling them.
     is_16_bit = image.mode.startswith("I")
     eight_bit = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)) if is_16_bit else image

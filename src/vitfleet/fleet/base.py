@@ -37,6 +37,7 @@ class Request:
     # or rejected does not count. ``NO_ROUND``: it has the base message, and no state yet.
     last_round: int | None = None
     kind: RequestKind = "round"  # a request for the head leaves the client's state as it is
+    max_bytes: int | None = None  # of the reply's message, where it is known what an honest client sends
 
 
 @dataclass(frozen=True)

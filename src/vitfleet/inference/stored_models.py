@@ -25,7 +25,7 @@ from vitfleet.message import Tensors
 from vitfleet.methods import Method, adapt_model
 from vitfleet.models.net import Net
 from vitfleet.models.variants.wide_head import HeadFeatures
-from vitfleet.models.zoo import build_model
+from vitfleet.models.zoo import build_model, weights_without_values
 from vitfleet.run.checkpoints.store import StoredStates
 from vitfleet.run.output.model_file import DataInfo, model_info, read_base, read_data_info, read_model, server_model
 from vitfleet.training.execution.settings import ExecutionSettings
@@ -111,5 +111,9 @@ def load_model_file(path: Path) -> Classifier:
     data = info.data
     features = HeadFeatures(**(info.head or {}))
     adapt = partial(adapt_model, method, class_to_task=info.class_to_task or (), features=features)
-    net = build_model(config, len(data.classes), data.channels, data.image_size, 0, adapt)
-    return Classifier(net, weights, info)
+    build = partial(build_model, config, len(data.classes), data.channels, data.image_size, 0, adapt)
+    with weights_without_values():
+        described = build().parts.shapes  # a description may claim any size: nothing of it is allocated yet
+    if any(name not in weights or weights[name].shape != shape for name, shape in described.items()):
+        raise UserError(f"{path}: does not hold the model that it describes; it is damaged, or not of vitfleet")
+    return Classifier(build(), weights, info)

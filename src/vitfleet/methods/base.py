@@ -32,7 +32,7 @@ from vitfleet.data.images import Shard
 from vitfleet.data.tasks import class_to_task
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.message import Message, Number, Numbers, State, Tensors
-from vitfleet.methods.reported import ClientMetric
+from vitfleet.methods.reported import ClientMetric, check_shapes
 from vitfleet.models.net import Net
 from vitfleet.models.parts import ModelParts, Selection
 from vitfleet.models.variants.wide_head import HeadFeatures, widen_head
@@ -60,8 +60,9 @@ class MethodContext:
 
     @property
     def aggregation(self) -> AggregationParams:
-        """The table ``[aggregate]``: the aggregation rule with its parameters."""
-        return self.config.aggregate
+        """The table ``[aggregate]``: the aggregation rule with its parameters, and whether the defence is on."""
+        config = self.config
+        return config.aggregate.model_copy(update={"defence": "clip" if config.defends else "off"})
 
     @property
     def rounds(self) -> int:
@@ -137,9 +138,8 @@ class Work:
     epochs: int
     images_per_step: int  # those of the batch, and the stored samples that are drawn with it
     passes: int = 1  # forward passes of an image in a step
-    stored_share: float = (
-        0.0  # of the client's images, stored as samples: they remain when those of their task are gone
-    )
+    stored_share: float = 0.0  # of its images, stored as samples: they remain when those of their task are gone
+    shown_share: float = 0.0  # of an image's patches, whose features are sent in a round: of each view by itself
 
 
 ClientGenerator: TypeAlias = Generator[LocalTraining, LocalResult, ClientUpdate]
@@ -162,6 +162,10 @@ class Aggregator(ABC):
     earlier_sizes: Sequence[float] = ()
     #: By client, the size of each update added so far, if the aggregator limits sizes; what it is, is the method's.
     sizes: Mapping[int, float] = MappingProxyType({})
+    #: Set before the first update: by client, the samples that it reported in its last update that was used.
+    earlier_samples: Mapping[int, int] = MappingProxyType({})
+    #: After :meth:`finish`: with how many samples a client counted, if these are fewer than it reported.
+    counted_samples: Mapping[int, int] = MappingProxyType({})
 
     @abstractmethod
     def add(self, client: int, message: Message) -> None:
@@ -207,6 +211,8 @@ class Method(ABC, Generic[Params]):
     shares_body: ClassVar[bool] = False
     #: Whether a client has a model of its own for every task: see :meth:`Method.task_weights`.
     has_task_models: ClassVar[bool] = False
+    #: Whether a client's message has a size that is known before, whatever images it has.
+    has_known_size: ClassVar[bool] = True
     #: The numbers that its clients report, besides ``samples`` and ``loss``.
     client_metrics: ClassVar[tuple[ClientMetric, ...]] = ()
     #: Names of the figures that a report shows for this method: see ``vitfleet.report.figures.methods``.
@@ -282,6 +288,11 @@ class Method(ABC, Generic[Params]):
         return self.parts.whole
 
     @property
+    def feature_split(self) -> int | None:
+        """The block before which features leave a client; ``None``: none do. ``declared_work`` has their share."""
+        return None
+
+    @property
     def cost_round(self) -> int:
         """The round whose costs a report states, where rounds differ: by default the first that trains the head."""
         return first_round_of_head(self.context.config)
@@ -318,6 +329,24 @@ class Method(ABC, Generic[Params]):
     @abstractmethod
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the aggregator of a round's updates."""
+
+    def check_update(self, expected: Message, update: Message) -> None:
+        """Reject an update of another form than an honest client's: with other tensors, or with other shapes.
+
+        A method whose clients choose what they send checks that itself.
+
+        Parameters
+        ----------
+        expected
+            What an honest client sends in this round, by a dry run: tensors without values.
+
+        Raises
+        ------
+        RejectedUpdateError
+            The reason.
+        """
+        if update.tensors or update.numbers["samples"]:  # a client without samples may send none
+            check_shapes(update.tensors, expected.tensors)
 
     def server_update(self, server_state: State, round: int) -> ServerGenerator:
         """Train on the server after the aggregation, yielding each training: nothing by default."""

@@ -1,4 +1,4 @@
-"""The numbers that a method's clients report with their updates: their declarations, and how they are checked.
+"""What a method's clients send: the declarations of the numbers that they report, and how an update's form is checked.
 
 Generic code (the summary, the terminal, the report) reads the declarations instead of knowing any method's numbers.
 """
@@ -12,14 +12,15 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from vitfleet.errors import shown
-from vitfleet.message import Number, Numbers
+from vitfleet.message import Number, Numbers, Tensors
 
 if TYPE_CHECKING:
     from vitfleet.methods.base import Method
 
 Reduction: TypeAlias = Literal["sum", "mean", "max"]
-#: What a client may report: a whole number ≥ 0, any number, a list of either, samples of each task, or any of these.
-Form: TypeAlias = Literal["count", "number", "counts", "numbers", "task counts", "any"]
+#: What a client may report: a whole number ≥ 0, any number, a list of either, samples of each task, the index of a task
+#: (−1: of none), rising indices of tasks, or any of these.
+Form: TypeAlias = Literal["count", "number", "counts", "numbers", "task counts", "task", "tasks", "any"]
 REDUCTIONS: Mapping[Reduction, Callable[[list[int | float]], int | float]] = {"sum": sum, "mean": fmean, "max": max}
 
 MAX_TASK_COUNT = 2**31  # fewer samples of a task are plausible
@@ -43,6 +44,8 @@ class ClientMetric:
     reduction: Reduction | None = None  # of all clients and rounds, to the run's summary; None: it is not summarised
     warning: bool = False  # whether a summarised value other than zero is one; zero is then not worth a row in a table
     form: Form = "any"  # an update that reports anything else is rejected
+    least: float | None = None  # the smallest number, of a list each; an update that reports a smaller one is rejected
+    most: float | None = None  # the largest one
 
 
 def reduce_client_metrics(metrics: Sequence[ClientMetric], reported: Iterable[Numbers]) -> dict[str, int | float]:
@@ -61,6 +64,38 @@ def reduce_client_metrics(metrics: Sequence[ClientMetric], reported: Iterable[Nu
         for metric in metrics
         if metric.reduction is not None and values[metric.name]
     }
+
+
+def check_shapes(received: Tensors, expected: Tensors) -> None:
+    """Reject tensors that are not all of the expected ones and no others, each with the expected shape."""
+    check_complete(received, expected)
+    for name, tensor in received.items():
+        if tensor.shape != expected[name].shape:
+            shapes = f"{tuple(tensor.shape)}; expected: {tuple(expected[name].shape)}"
+            raise RejectedUpdateError(f"its weight {name!r} has the shape {shapes}")
+
+
+def check_complete(received: Iterable[str], expected: Iterable[str]) -> None:
+    """Reject names of tensors that are not all of the expected ones and no others."""
+    given, wanted = set(received), list(expected)
+    if missing := [name for name in wanted if name not in given]:
+        raise RejectedUpdateError(f"its weight {missing[0]!r} is missing")
+    if unknown := sorted(given.difference(wanted)):
+        raise RejectedUpdateError(f"its weight {unknown[0]!r} is not part of the model")
+
+
+def check_types(received: Tensors, known: Tensors) -> None:
+    """Reject tensors whose type is another one than that of a known tensor with this name."""
+    for name, tensor in received.items():
+        if name in known and tensor.dtype != known[name].dtype:
+            raise RejectedUpdateError(f"its weight {name!r} has the type {tensor.dtype}; expected: {known[name].dtype}")
+
+
+def check_names(numbers: Numbers, expected: Numbers, method: Method[Any]) -> None:
+    """Reject numbers that the method does not declare and that no honest client (``expected``) reports."""
+    known = {"samples", "loss", *expected, *(metric.name for metric in method.client_metrics)}
+    if unknown := [name for name in numbers if name not in known]:
+        raise RejectedUpdateError(f"it reports a number {shown(unknown[0], SHOWN)}; no honest client does")
 
 
 def parse_numbers(numbers: Numbers, method: Method[Any]) -> dict[str, Number]:
@@ -101,10 +136,22 @@ def _check_form(metric: ClientMetric, value: Number, num_tasks: int) -> None:
     if form == "any":
         return
     items = value if isinstance(value, list) else [value]
+    if form == "task":
+        if value not in range(-1, num_tasks) or not isinstance(value, int):
+            raise RejectedUpdateError(f"its {metric.name!r} is {shown(value, SHOWN)}; expected: of {num_tasks} tasks")
+        return
     if is_list != form.endswith("s") or not (form.startswith("number") or all(map(_is_count, items))):
         forms = {"count": "a whole number ≥ 0", "number": "a number", "numbers": "a list of numbers"}
         expected = forms.get(form, "a list of whole numbers ≥ 0")
         raise RejectedUpdateError(f"its {metric.name!r} is {shown(value, SHOWN)}; expected: {expected}")
+    least, most = metric.least, metric.most
+    if any((least is not None and item < least) or (most is not None and item > most) for item in items):
+        limits = [f"{word} {bound:g}" for word, bound in (("at least", least), ("at most", most)) if bound is not None]
+        raise RejectedUpdateError(f"its {metric.name!r} is {shown(value, SHOWN)}; expected: {', '.join(limits)}")
+    if form == "tasks" and any(task not in range(num_tasks) for task in items):
+        raise RejectedUpdateError(f"its {metric.name!r} is {shown(value, SHOWN)}; expected: of {num_tasks} tasks")
+    if form == "tasks" and items != sorted(set(items)):
+        raise RejectedUpdateError(f"its {metric.name!r} is {shown(value, SHOWN)}; expected: rising indices")
     if form == "task counts" and (len(items) > num_tasks or any(count >= MAX_TASK_COUNT for count in items)):
         raise RejectedUpdateError(
             f"its {metric.name!r} has {len(items)} tasks, the most samples are {min(max(items), MAX_TASK_COUNT)}; "

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitfleet.config.schema import Config
-from vitfleet.costs.cost_model import NO_LABELS, CostModel
+from vitfleet.costs.cost_model import NO_LABELS, ONE_LABEL, CostModel, DryRun
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import DataSet
 from vitfleet.fleet.base import Fleet
@@ -106,19 +106,20 @@ class RunContext:
         """Return the server state before the first round."""
         return self.method.initial_state(to_device(self.net.initial_weights(), self.machine.device))
 
-    def client_gflops(
-        self, round: int, client: int, numbers: Numbers, previous_numbers: Numbers | None
-    ) -> float | None:
-        """Return the operations of a client's training in a round, in billions; ``None`` if its samples are unknown.
+    def dry_run(self, round: int, client: int, previous_numbers: Numbers | None) -> DryRun:
+        """Return a client's round on tensors without values: its operations, and what an honest client sends.
 
-        ``numbers`` are those in the client's update of this round, ``previous_numbers`` those in the one before.
+        ``previous_numbers`` are those in the client's update before.
         """
+        task_index = self.config.task_index(round)
+        # The images of remote clients are not known: one of any class stands for them.
+        labels = ONE_LABEL if self.has_remote_clients else self.labels(client, round)
+        return self.cost_model.dry_run(round, client, labels, task_index, previous_numbers)
+
+    def gflops(self, dry_run_result: DryRun, numbers: Numbers) -> float | None:
+        """Return the operations of a client's round, in billions; ``None`` if it does not report its samples."""
         samples = numbers.get("samples")
-        if not isinstance(samples, int):
-            return None
-        labels, task_index = self.labels(client, round), self.config.task_index(round)
-        dry_run_result = self.cost_model.dry_run(round, client, labels, task_index, previous_numbers)
-        return self.cost_model.round_flops(dry_run_result, samples) / 1e9
+        return self.cost_model.round_flops(dry_run_result, samples) / 1e9 if isinstance(samples, int) else None
 
     def client_costs(self, client_metrics: Mapping[int, Numbers]) -> dict[str, Any]:
         """Return the costs of one client for the summary, given the numbers in each client's last update."""

@@ -44,6 +44,8 @@ class ClientRecord:
         Operations of the training, forward and backward, in billions.
     began, ended
         Start and end on the virtual clock, in seconds since the run began; ``None`` if the fleet has no devices.
+    counted
+        With how many samples the update counted, if these are fewer than the client reported.
     """
 
     client: int
@@ -56,6 +58,7 @@ class ClientRecord:
     gflops: float | None = None
     began: float | None = None
     ended: float | None = None
+    counted: int | None = None
 
     @property
     def accuracy(self) -> float | None:
@@ -220,6 +223,9 @@ class RoundRecord:
             del tree["head"]
         if self.task is not None and self.task.incremental_accuracy is None:
             del tree["task"]["incremental_accuracy"], tree["task"]["with_task"]
+        for client in tree["clients"]:
+            if client["counted"] is None:
+                del client["counted"]
         return json.dumps(tree, separators=(",", ":"), allow_nan=False)
 
     @classmethod

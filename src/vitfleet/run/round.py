@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch
 
 from vitfleet.config.fleet import BufferedSchedule
-from vitfleet.costs.cost_model import message_size
+from vitfleet.costs.cost_model import DryRun, message_size
 from vitfleet.data.images import Shard
 from vitfleet.errors import printable
 from vitfleet.fleet.base import Reply, Request, in_request_order
-from vitfleet.message import State
+from vitfleet.message import Numbers, State
 from vitfleet.methods.aggregation.server_optimizers import apply_server_optimizer
 from vitfleet.methods.base import Aggregator, Method, start_server_update
-from vitfleet.methods.reported import RejectedUpdateError, parse_numbers
+from vitfleet.methods.reported import RejectedUpdateError, check_names, check_types, parse_numbers
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.context import RunContext
 from vitfleet.run.evaluate import continual, incremental
@@ -28,6 +28,8 @@ from vitfleet.training.driver import run_update
 from vitfleet.training.optimizers.optimizer import learning_rate
 from vitfleet.training.stacking.inputs import SERVER_CLIENT, RngContext
 from vitfleet.wire import encode
+
+SPARE_BYTES = 10**6  # that a message may have beyond twice those of an honest client's
 
 Known = TypeVar("Known")
 
@@ -50,12 +52,15 @@ def run_round(
     plans, in_flight = context.planner.plan(state, round)
     aggregator = context.method.aggregator(state.server, round)
     aggregator.earlier_sizes = state.update_sizes
+    aggregator.earlier_samples = {client: _samples(numbers) for client, numbers in state.client_metrics.items()}
     entries, lost_state = _collect_updates(context, state, round, plans, aggregator, progress)
     accepted = [entry.client for entry in entries if entry.failure is None]
     server, moments, rejected = _aggregate(context, state, round, aggregator, accepted, progress)
     used = {client for client in accepted if client not in rejected}
     context.fleet.commit(used)
     entries = sorted((_reject(entry, rejected.get(entry.client)) for entry in entries), key=lambda entry: entry.client)
+    counted = {client: samples for client, samples in aggregator.counted_samples.items() if client in used}
+    entries = [replace(entry, counted=counted.get(entry.client)) for entry in entries]
     reported = {entry.client: entry.numbers for entry in entries if entry.client in used}
     state = replace(
         state,
@@ -131,17 +136,23 @@ def _collect_updates(
     config = context.config
     training = {plan.client: plan for plan in plans if plan.failure is None}
     evaluate = evaluation_due(config, round)
+    honest: dict[int, DryRun] = {}  # of each client's round
 
     def requests() -> Iterator[Request]:
         for plan in training.values():
-            yield Request(round, plan.client, plan.message, evaluate, config.task_index(round), plan.last_round)
+            dry_run = context.dry_run(round, plan.client, state.client_metrics.get(plan.client))
+            honest[plan.client] = dry_run
+            most = 2 * message_size(dry_run.update.message) + SPARE_BYTES if context.method.has_known_size else None
+            task_index = config.task_index(round)
+            yield Request(round, plan.client, plan.message, evaluate, task_index, plan.last_round, max_bytes=most)
 
     entries = [_entry(plan, failure=plan.failure) for plan in plans if plan.failure is not None]
     lost_state = []
     with progress.task(f"round {round}: clients", len(training)) as advance:
         for reply in in_request_order(context.fleet.train(requests()), training):
             advance(1)
-            entries.append(_take_reply(context, state, round, training[reply.client], reply, aggregator))
+            plan = training[reply.client]
+            entries.append(_take_reply(context, state, round, plan, reply, honest.pop(reply.client), aggregator))
             if reply.state_lost:
                 lost_state.append(reply.client)
             del reply  # it may be large: free it before the next one arrives
@@ -149,23 +160,35 @@ def _collect_updates(
 
 
 def _take_reply(
-    context: RunContext, state: RunState, round: int, plan: ClientPlan, reply: Reply, aggregator: Aggregator
+    context: RunContext,
+    state: RunState,
+    round: int,
+    plan: ClientPlan,
+    reply: Reply,
+    honest: DryRun,
+    aggregator: Aggregator,
 ) -> ClientRecord:
-    """Add a client's update to the aggregator and return the client's record."""
+    """Add a client's update to the aggregator and return the client's record; ``honest`` is a dry run of its round."""
     schedule = context.config.fleet.schedule
     if reply.message is None:
         return _entry(plan if reply.sent else replace(plan, down_bytes=0), failure=reply.failure or "no reply")
-    up_bytes = message_size(reply.message)
+    up_bytes, expected = message_size(reply.message), honest.update.message
     try:
         numbers = parse_numbers(reply.message.numbers, context.method)
         update = reply.message
+        check_names(numbers, expected.numbers, context.method)
+        if update.tensors and not numbers["samples"]:
+            raise RejectedUpdateError("its number of samples is 0, and it sends tensors")
+        context.method.check_update(expected, update)
+        check_types(update.tensors, plan.message.tensors)
         if isinstance(schedule, BufferedSchedule):
             update = apply_staleness(update, plan, state.server, schedule)
         aggregator.add(plan.client, update)
     except RejectedUpdateError as error:
         return _entry(plan, up_bytes, failure=printable(str(error)))  # it may name what the client sent
-    previous = None if reply.state_lost else state.client_metrics.get(plan.client)
-    gflops = context.client_gflops(round, plan.client, numbers, previous)
+    if reply.state_lost:  # it began anew
+        honest = context.dry_run(round, plan.client, None)
+    gflops = context.gflops(honest, numbers)
     counts = {} if reply.evaluation is None else asdict(reply.evaluation)
     return _entry(plan, up_bytes, numbers=numbers, gflops=gflops, **counts)
 
@@ -229,6 +252,12 @@ def _reject(entry: ClientRecord, reason: str | None) -> ClientRecord:
     if reason is None:
         return entry
     return replace(entry, numbers={}, correct=None, tested=None, gflops=None, failure=reason)
+
+
+def _samples(numbers: Numbers) -> int:
+    """Return the samples that a client reported in an update that was used."""
+    samples = numbers.get("samples")
+    return samples if isinstance(samples, int) else 0
 
 
 def _mean_loss(entries: Sequence[ClientRecord]) -> float | None:

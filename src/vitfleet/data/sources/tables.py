@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from vitfleet.data.decode import EncodedSplit, RawDataset
 from vitfleet.data.sources.image_folder import TEST_SPLITS, TRAIN_SPLIT, natural_sort_key
 from vitfleet.errors import DataError, how_to_install
+from vitfleet.system import total_memory
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,6 +43,14 @@ class ColumnNames:
 
 
 DEFAULT_COLUMNS = ColumnNames()
+MAX_CLASSES = 10**5  # of labels without names
+ROW_BYTES = 64  # that every row takes at least, read into Python
+BATCH_ROWS = 64  # read at once: a value that is repeated is in memory as often
+
+
+def memory_budget() -> int:
+    """Return how many bytes the rows of a file may take."""
+    return total_memory() // 2
 
 
 @dataclass(frozen=True)
@@ -103,10 +113,18 @@ def _encoded_images(part: TablePart, candidates: Sequence[str]) -> Iterator[tupl
         for content, path in zip(contents, paths, strict=True):
             name = f"{part.name}:{row}" + (f" ({path})" if path else "")
             if content is None and path:
-                yield part.folder / path, name
+                yield _inside(part.folder, path, name), name
             else:
                 yield content or b"", name  # an empty cell is an image that cannot be read
             row += 1
+
+
+def _inside(folder: Path, path: str, name: str) -> Path:
+    """Return the path of an image that a table names: in the table's folder or below it."""
+    inner = os.path.normpath(path)
+    if os.path.isabs(inner) or inner.split(os.sep)[0] == os.pardir:
+        raise DataError(f"{name}: is outside of {folder}, the table's folder; put the images there")
+    return folder / inner
 
 
 def _number_labels(parts: list[TablePart], column: str) -> tuple[tuple[str, ...], NDArray[np.int64]]:
@@ -119,6 +137,10 @@ def _number_labels(parts: list[TablePart], column: str) -> tuple[tuple[str, ...]
     declared = {names for part in parts if (names := _class_names(part.table, column))}
     if len(declared) > 1:
         raise DataError(f"{parts[0].name} and {parts[-1].name} declare different class names")
+    if not declared and numbers.size and numbers.max() >= MAX_CLASSES:
+        raise DataError(
+            f"{parts[0].name}: column '{column}' has the label {numbers.max()}; at most {MAX_CLASSES} classes"
+        )
     classes = declared.pop() if declared else tuple(str(i) for i in range(int(numbers.max(initial=-1)) + 1))
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(classes):
         raise DataError(
@@ -219,6 +241,29 @@ def _read_file(file: Path) -> TablePart:
     try:
         # Not read_table: it would make columns of folder names such as `client=3`.
         with pq.ParquetFile(file) as opened:
-            return TablePart(opened.read(), file.name, file.parent)
+            return TablePart(_read_within_memory(opened, file), file.name, file.parent)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+
+
+def _read_within_memory(opened: Any, file: Path) -> pa.Table:
+    """Return the rows of a parquet file. A small file may stand for many rows, or for long values often repeated."""
+    import pyarrow as pa
+
+    budget, metadata = memory_budget(), opened.metadata
+    groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
+    declared = max(metadata.num_rows * ROW_BYTES, sum(group.total_byte_size for group in groups))
+    batches, size = [], declared
+    if declared <= budget:
+        size = 0
+        for batch in opened.iter_batches(batch_size=BATCH_ROWS):
+            batches.append(batch)
+            size += batch.nbytes
+            if size > budget:
+                break
+    if size > budget:
+        raise DataError(
+            f"{file}: its {metadata.num_rows} rows take {size / 2**20:.0f} MiB and more of memory; "
+            f"at most {budget / 2**20:.0f} MiB, half of the machine's, are used for them"
+        )
+    return pa.Table.from_batches(batches, opened.schema_arrow)

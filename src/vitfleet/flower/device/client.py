@@ -19,19 +19,31 @@ from vitfleet.config.load import validate
 from vitfleet.config.plugins import load_installed
 from vitfleet.config.registry import ALL
 from vitfleet.config.schema import Config, MachineConfig
+from vitfleet.costs.speed import product_speed
 from vitfleet.data.images import DataSet, ImageSet, Shard
 from vitfleet.data.tasks import assign_classes_to_tasks, draw_task_order
-from vitfleet.errors import UserError
+from vitfleet.errors import ConfigError, DataError, RefusedRequestError, UserError
 from vitfleet.files import MODEL_FILE, link_atomically, parse_json
 from vitfleet.fleet.base import NO_ROUND, ClientTask, EvalReply, EvalResult, Reply
 from vitfleet.fleet.build import build_components, build_net
 from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.flower.activity import ActivityLog
-from vitfleet.flower.device.limits import ClientLimits, check_model, check_run, describe_run, within_limits
+from vitfleet.flower.device.features import check_published, check_transforms
+from vitfleet.flower.device.limits import (
+    ClientLimits,
+    check_model,
+    check_range,
+    check_round,
+    check_run,
+    check_size,
+    describe_run,
+    within_limits,
+)
 from vitfleet.flower.device.storage import ClientStorage
 from vitfleet.flower.transport.payloads import EvalPayload, RunSpec, TrainPayload
-from vitfleet.message import State, Tensors, to_device
+from vitfleet.message import Payload, State, Tensors, to_device
 from vitfleet.methods.base import ClientUpdate
+from vitfleet.models.net import Net
 from vitfleet.run.output.model_file import DataInfo, model_info, model_size, write_model
 from vitfleet.training.evaluator import Evaluator
 from vitfleet.training.execution.settings import set_up_execution
@@ -101,6 +113,7 @@ class FlowerClient:
     limits: ClientLimits = field(default_factory=ClientLimits)  # what a server may ask for
     # Receives a line about each run, for the client's owner; ``None``: nobody reads it
     activity: ActivityLog | None = None
+    pretrained: Path | None = None  # published weights that a local module whose features are sent must be near
     _cached: _CachedSetup | None = field(default=None, init=False, repr=False)
 
     def train(self, payload: TrainPayload) -> Reply:
@@ -108,25 +121,39 @@ class FlowerClient:
         try:
             return self._train(payload)
         except UserError as error:
-            return Reply(payload.request.client, None, failure=str(error))
+            return Reply(payload.request.client, None, failure=self._refusal(error))
 
     def evaluate(self, payload: EvalPayload) -> EvalReply:
         """Evaluate the client's model on the client's own test images of its first tasks."""
         try:
             return self._evaluate(payload)
         except UserError as error:
-            return EvalReply(payload.client, failure=str(error))
+            return EvalReply(payload.client, failure=self._refusal(error))
+
+    def _refusal(self, error: UserError) -> str:
+        """Return what the server is told of an error: nothing of this device. Its owner finds the rest in the log."""
+        if isinstance(error, RefusedRequestError):
+            return str(error)
+        if self.activity is not None:
+            self.activity.add(str(error))
+        if isinstance(error, ConfigError):
+            return f"{error.key}: the device cannot follow the run's configuration; its owner's log says why"
+        what = "its images do not suit the run" if isinstance(error, DataError) else "it cannot do what the run asks"
+        return f"{what}; its owner's log says why"
 
     def _train(self, payload: TrainPayload) -> Reply:
-        request, config = payload.request, self._checked_config(payload.run_spec)
+        request, (config, net) = payload.request, self._checked_config(payload.run_spec)
+        check_range("task_index", request.task_index, 0, config.num_tasks - 1)
+        check_range("round", request.round, 1, config.rounds)
         storage = ClientStorage.of_run(self.root, payload.run_spec.run_id)
         if payload.base is not None:
+            check_size(payload.base, net, self.limits)
             storage.check_room(encoded_size(payload.base), self.limits.disk_mb)
             storage.save_base(payload.base)
         base, state = storage.load_base(), _load_state(storage, request.last_round)
         if base is None or state is None:
             return Reply(request.client, None, failure=_state_lost(request.last_round), state_lost=True)
-        setup = self._setup(config, payload.run_spec, request.client)
+        setup = self._setup(config, net, payload.run_spec, request.client)
         make_update = partial(
             setup.runtime.pending_update,
             base_weights=to_device(base.tensors, setup.device),
@@ -135,6 +162,8 @@ class FlowerClient:
         )
         on_device = replace(request, message=request.message.to(setup.device))
         ((reply, update),) = setup.runtime.train([on_device], make_update)
+        if reply.message is not None and setup.runtime.method.feature_split is not None:
+            self._check_features(setup, payload.run_spec, [base, on_device.message, state, update.client_state])
         if reply.message is not None and request.kind == "round":
             self._save(storage, setup, payload, update)
         if reply.message is not None and request.kind == "head" and request.last_round is None:
@@ -156,13 +185,14 @@ class FlowerClient:
             link_atomically(self.root / MODEL_FILE, storage.model_path)
 
     def _evaluate(self, payload: EvalPayload) -> EvalReply:
-        config = self._checked_config(payload.run_spec)
+        config, net = self._checked_config(payload.run_spec)
+        check_range("num_tasks", payload.num_tasks, 0, config.num_tasks)
         storage = ClientStorage.of_run(self.root, payload.run_spec.run_id)
         base = payload.base if payload.base is not None else storage.load_base()
         state = _load_state(storage, payload.last_round)
         if base is None or state is None:
             return EvalReply(payload.client, failure=_state_lost(payload.last_round))
-        setup = self._setup(config, payload.run_spec, payload.client)
+        setup = self._setup(config, net, payload.run_spec, payload.client)
         (reply,) = setup.runtime.evaluate(
             State(to_device(payload.server.tensors, setup.device), payload.server.numbers),
             to_device(base.tensors, setup.device),
@@ -172,22 +202,39 @@ class FlowerClient:
         )
         return reply
 
-    def _checked_config(self, run_spec: RunSpec) -> Config:
-        """Return a run's configuration if the client's owner allows what it asks for. Nothing is stored before."""
+    def _checked_config(self, run_spec: RunSpec) -> tuple[Config, Net]:
+        """Return a run's configuration and its model without values, if the client's owner allows what it asks for.
+
+        Nothing is stored before.
+        """
         config = _read_config(run_spec)
         check_run(config, run_spec, self.limits)
-        is_new = self._cached is None or self._cached.run_spec != run_spec
-        if is_new:
-            check_model(config, run_spec, self.limits)
-        if is_new and self.activity is not None:
-            self.activity.add(describe_run(config, run_spec))
-        return within_limits(config, self.limits)
+        if self._cached is not None and self._cached.run_spec == run_spec:
+            net = self._cached.setup.runtime.trainer.net
+        else:
+            net = check_model(config, run_spec, self.limits)
+            if self.activity is not None:
+                self.activity.add(describe_run(config, run_spec))
+        return within_limits(config, net, self.limits), net
 
-    def _setup(self, config: Config, run_spec: RunSpec, client: int) -> ClientSetup:
+    def _check_features(self, setup: ClientSetup, run_spec: RunSpec, parts: Sequence[Payload | None]) -> None:
+        """Check the local module that made features before these leave the device; later parts hold newer weights."""
+        runtime, split = setup.runtime, setup.runtime.method.feature_split
+        assert split is not None
+        weights = {name: tensor for part in parts if part is not None for name, tensor in part.tensors.items()}
+        net, on_device = runtime.trainer.net, to_device(weights, setup.device)
+        local_module = net.parts.union(net.parts.embed, *net.parts.blocks[:split])
+        check_transforms(net, on_device, split, runtime.trainer.preprocess)
+        if self.pretrained is not None:
+            check_published(setup.config, run_spec, on_device, local_module.names, self.pretrained)
+
+    def _setup(self, config: Config, net: Net, run_spec: RunSpec, client: int) -> ClientSetup:
         data = self.load_images(config, run_spec)
         cached = self._cached
         if cached is None or (cached.run_spec, cached.client) != (run_spec, client) or cached.data is not data:
             cached = self._cached = None  # free its memory before the next one is built
+            device = set_up_execution(self.machine, net.embed_dim).device
+            check_round(config, run_spec, net, data.train.labels.cpu().numpy(), product_speed(device), self.limits)
             setup = _set_up_client(config, run_spec, client, data, self.machine)
             cached = self._cached = _CachedSetup(run_spec, client, data, setup)
         return cached.setup
@@ -224,9 +271,9 @@ def _read_config(run_spec: RunSpec) -> Config:
         check_text("the server's configuration", len(run_spec.config), MAX_SAVED_TEXT)
         tree = parse_json(run_spec.config)
     except ValueError:
-        raise UserError("the server's configuration is not JSON") from None
+        raise RefusedRequestError("the server's configuration is not JSON") from None
     if not isinstance(tree, dict):
-        raise UserError("the server's configuration is not a table")
+        raise RefusedRequestError("the server's configuration is not a table")
     load_installed()
     installed: dict[str, str] = {}
     for registry in ALL:
@@ -235,11 +282,11 @@ def _read_config(run_spec: RunSpec) -> Config:
         component, _, digest = needed.rpartition(":")
         name = component.replace(":", " ")
         if component not in installed:
-            raise UserError(
+            raise RefusedRequestError(
                 f"{name} is not installed on this client; its owner can add it: vitfleet client --plugin FILE"
             )
         if installed[component] != digest:
-            raise UserError(
+            raise RefusedRequestError(
                 f"{name} is another version on this client than on the server; install the same file on both"
             )
     return validate(tree, load_plugins=False)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -22,12 +26,33 @@ from vitfleet.errors import UserError
 from vitfleet.files import CONFIG_FILE
 from vitfleet.flower.activity import ACTIVITY_FILE, ActivityLog, round_line
 from vitfleet.flower.device.client import FlowerClient
-from vitfleet.flower.device.limits import ClientLimits
+from vitfleet.flower.device.limits import MEGABYTE, ClientLimits
 from vitfleet.flower.device.storage import IMAGES_FOLDER, free_bytes
 from vitfleet.flower.transport.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
 from vitfleet.flower.transport.payloads import RunSpec
+from vitfleet.system import limited_memory
 
 MACHINE_KEYS = ("device", "precision", "threads", "deterministic")
+
+
+@contextmanager
+def hard_limits(settings: ConfigRecord) -> Iterator[None]:
+    """End what takes more than the owner of a real client allows: estimates err, and a server may look for where.
+
+    Memory that does not fit is an error. A round that takes twice its time ends this process; the next message starts
+    another one.
+    """
+    limits = ClientLimits.parse(json.loads(str(settings.get("limits", "[]"))))
+    timer = threading.Timer(2 * limits.seconds_per_round, os._exit, [1])
+    timer.daemon = True
+    timer.start()
+    # On a GPU the libraries reserve more than they use.
+    on_cpu = settings.get("device", "auto") == "cpu" or not torch.cuda.is_available()
+    try:
+        with limited_memory(limits.memory_mb * MEGABYTE) if on_cpu else nullcontext():
+            yield
+    finally:
+        timer.cancel()
 
 
 def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
@@ -35,7 +60,8 @@ def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
 
     The settings are ``message_type``; of a real client, ``data`` (its images) and ``state`` (folder of its files); of a
     simulated client, ``client`` (its number) and ``folder`` (of the run); and optionally keys of the table ``machine``,
-    and ``plugins`` and ``limits``, the files and the ``NAME=VALUE`` texts that the client's owner gave, as JSON.
+    and ``plugins`` and ``limits``, the files and the ``NAME=VALUE`` texts that the client's owner gave, as JSON, and
+    ``pretrained``, the owner's file of published weights.
     """
     load_plugins(json.loads(str(settings.get("plugins", "[]"))))
     machine = MachineConfig.model_validate({key: settings[key] for key in MACHINE_KEYS if key in settings})
@@ -43,18 +69,21 @@ def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
         client = simulated_client(Path(str(settings["folder"])), int(str(settings["client"])), machine)
     else:
         limits = ClientLimits.parse(json.loads(str(settings.get("limits", "[]"))))
-        client = local_client(Path(str(settings["data"])), Path(str(settings["state"])), machine, limits)
+        pretrained = Path(str(settings["pretrained"])) if "pretrained" in settings else None
+        client = local_client(Path(str(settings["data"])), Path(str(settings["state"])), machine, limits, pretrained)
     if settings["message_type"] == MessageType.TRAIN:
         payload = unpack_train_request(content)
         reply = client.train(payload)
         if client.activity is not None:
             client.activity.add(round_line(payload, reply))
-        return pack_reply(reply)
+        return pack_reply(reply, payload.request.round)
     return pack_eval_reply(client.evaluate(unpack_eval_request(content)))
 
 
 @lru_cache(maxsize=1)
-def local_client(data: Path, state: Path, machine: MachineConfig, limits: ClientLimits) -> FlowerClient:
+def local_client(
+    data: Path, state: Path, machine: MachineConfig, limits: ClientLimits, pretrained: Path | None = None
+) -> FlowerClient:
     """Return a client with images on this machine. It is cached, with its model and images."""
     dataset = LocalDataset(data, state / IMAGES_FOLDER, lambda: free_bytes(state, limits.disk_mb))
 
@@ -64,7 +93,7 @@ def local_client(data: Path, state: Path, machine: MachineConfig, limits: Client
             DataSpec(classes, run_spec.channels, run_spec.image_size, keys.test_share, keys.max_corrupt)
         )
 
-    return FlowerClient(load_images, state, machine, limits, ActivityLog(state / ACTIVITY_FILE))
+    return FlowerClient(load_images, state, machine, limits, ActivityLog(state / ACTIVITY_FILE), pretrained)
 
 
 def simulated_client(folder: Path, client: int, machine: MachineConfig) -> FlowerClient:

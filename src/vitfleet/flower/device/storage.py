@@ -14,7 +14,7 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
-from vitfleet.errors import UserError
+from vitfleet.errors import RefusedRequestError, UserError
 from vitfleet.files import MODEL_FILE
 from vitfleet.message import Message, State
 from vitfleet.wire import PayloadType, read_payload, write_payload
@@ -51,9 +51,9 @@ class ClientStorage:
                 cached.unlink(missing_ok=True)
         missing = new_bytes - free_bytes(root, limit_mb)
         if missing > 0:
-            raise UserError(
+            raise RefusedRequestError(
                 f"the files of this client's runs would take {limit_mb + missing / MEGABYTE:,.1f} MB; its owner allows "
-                f"{limit_mb:,} (vitfleet client --limit disk_mb=…); runs that are over can be deleted from {root}"
+                f"{limit_mb:,} (vitfleet client --limit disk_mb=…), and can delete the folders of runs that are over"
             )
 
     def load_base(self) -> Message | None:

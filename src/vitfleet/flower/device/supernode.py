@@ -40,6 +40,7 @@ def client_command(
     machine: dict[str, str | int],
     plugins: Sequence[Path] = (),
     limits: Sequence[str] = (),
+    pretrained: Path | None = None,
 ) -> list[str]:
     """Write a client's settings to a file, and return the command that starts its SuperNode with them.
 
@@ -48,6 +49,8 @@ def client_command(
     settings: dict[str, str | int] = {"name": name, "data": str(data), "state": str(state / "runs"), **machine}
     settings["plugins"] = json.dumps([str(path.resolve()) for path in plugins])
     settings["limits"] = json.dumps(list(limits))
+    if pretrained is not None:
+        settings["pretrained"] = str(pretrained.resolve())
     # Strings and numbers look the same in TOML as in JSON.
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items()]
     state.mkdir(parents=True, exist_ok=True)

@@ -150,16 +150,22 @@ def _serve(file: SocketFile) -> None:
     settings = content.pop(SETTINGS)
     assert isinstance(settings, ConfigRecord)
     try:
-        from vitfleet.flower.device.handler import handle_message  # takes seconds the first time
+        from vitfleet.flower.device.handler import handle_message, hard_limits  # takes seconds the first time
 
-        reply = handle_message(settings, content)
+        with hard_limits(settings):
+            reply = handle_message(settings, content)
     except Exception as error:  # noqa: BLE001  (as in Flower's own process: the message fails, the client continues)
         print(
             *map(printable, traceback.format_exc().split("\n")[-MAX_TRACEBACK:]), sep="\n", file=sys.stderr, flush=True
         )
-        reply = RecordDict({FAILURE: ConfigRecord({"reason": printable(f"{type(error).__name__}: {error}")})})
+        reply = RecordDict({FAILURE: ConfigRecord({"reason": failure_of(error)})})
     del content
     _write_records(file, reply)
+
+
+def failure_of(error: Exception) -> str:
+    """Return what the server is told of an error. Its text may name files of this device: the log has it."""
+    return f"the client's worker failed ({type(error).__name__}); see the client's log"
 
 
 def _exit_with_parent(parent: int, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from flwr.app import RecordDict
 from flwr.common import MessageType
 from flwr.serverapp import Grid
 
@@ -41,6 +42,7 @@ def make_run_spec(config: Config, data: DataSet, run_id: str) -> RunSpec:
     server_only: dict[str, object] = {"plugins": (), "metrics": {}, "callbacks": {}, "trackers": {}}
     server_only |= {"aggregate": AGGREGATIONS.make_params("mean"), "server": SERVER_OPTIMIZERS.make_params("sgd")}
     server_only["machine"] = MachineConfig()
+    server_only["fleet"] = config.fleet.model_copy(update={"names": ()})  # of the other clients
     shared = config.model_copy(update={"data": data_config, "model": model_config, **server_only})
     needed = [f"{used.kind}:{used.name}:{used.sha256}" for used in used_components(shared)]
     images = data.train
@@ -84,15 +86,20 @@ class FlowerFleet:
 
         A round ends with its number of usable replies; for the head, every client's reply is waited for.
         """
-        requests = list(requests)
-        is_round = all(request.kind == "round" for request in requests)
+        asked = {request.client: request for request in requests}
+        is_round = all(request.kind == "round" for request in asked.values())
         payloads = (
-            (request.client, TrainPayload(request, self.run_spec, self._base_for(request.last_round)))
-            for request in requests
+            (client, TrainPayload(request, self.run_spec, self._base_for(request.last_round)))
+            for client, request in asked.items()
         )
-        max_bytes = int(self.config.max_message_mb * MEGABYTE)
+
+        def unpack(client: int, content: RecordDict) -> Reply:
+            most = int(self.config.max_message_mb * MEGABYTE)
+            request = asked[client]
+            return unpack_reply(content, client, request.round, min(most, request.max_bytes or most))
+
         replies = ReplyFactory(
-            lambda client, content: unpack_reply(content, client, max_bytes),
+            unpack,
             lambda client, reason: Reply(client, None, failure=reason),
             lambda client, reason: Reply(client, None, failure=reason, sent=False),
         )

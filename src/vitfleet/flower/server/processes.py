@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -78,12 +78,36 @@ def flower_config(settings: ServerSettings, superlink_port: int) -> str:
     return f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{address}\n{security}\n'
 
 
+def _check_free(settings: ServerSettings) -> None:
+    """Refuse a port at which another program listens: the clients would be its."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the proxy does: after a server that has ended
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise UserError(
+                    f"port {settings.port} of {settings.host} cannot be opened ({error.strerror})"
+                ) from None
+            raise UserError(
+                f"port {settings.port} is in use by another program; stop it, or choose another --port"
+            ) from None
+
+
+def check_running(settings: ServerSettings, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    """Raise an error if one of the server's processes has ended, by the name of its log: clients cannot reach it."""
+    for log, process in processes.items():
+        if process.poll() is not None:
+            raise UserError(f"a process of the server has ended; see {settings.home / log}")
+
+
 @contextmanager
-def running_server(settings: ServerSettings, names: Sequence[str]) -> Iterator[None]:
+def running_server(settings: ServerSettings, names: Sequence[str]) -> Iterator[Mapping[str, subprocess.Popen[bytes]]]:
     """Run a SuperLink on this machine, register the clients' keys, and run the proxy in front of it.
 
     The order matters: a client that connects before its key is registered is rejected permanently.
     """
+    _check_free(settings)
     settings.home.mkdir(parents=True, exist_ok=True)
     superlink_port = free_port()
     with _running(superlink_command(settings, superlink_port), settings.home, SUPERLINK_LOG) as superlink:
@@ -93,7 +117,7 @@ def running_server(settings: ServerSettings, names: Sequence[str]) -> Iterator[N
             register_clients(settings, settings.certs, names)
         with _running(proxy_command(settings, superlink_port), settings.home, PROXY_LOG) as proxy:
             _wait_for_proxy(settings, proxy)
-            yield
+            yield {SUPERLINK_LOG: superlink, PROXY_LOG: proxy}
 
 
 def wait_for_superlink(settings: ServerSettings, port: int, superlink: subprocess.Popen[bytes]) -> None:
@@ -131,6 +155,7 @@ def _wait_for_proxy(settings: ServerSettings, proxy: subprocess.Popen[bytes]) ->
     while time.monotonic() < deadline and proxy.poll() is None:
         try:
             socket.create_connection((host, settings.port), timeout=1).close()
+            check_running(settings, {PROXY_LOG: proxy})
             return
         except OSError:
             time.sleep(POLL_INTERVAL_S)

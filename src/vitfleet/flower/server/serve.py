@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,6 +16,7 @@ from vitfleet.flower.server.processes import (
     PROXY_LOG,
     SUPERLINK_LOG,
     ServerSettings,
+    check_running,
     run_status,
     running_server,
     start_run,
@@ -45,9 +47,10 @@ def serve(
     """
     for stale in (folder / ERROR_FILE, folder / SUMMARY_FILE, folder / PROGRESS_FILE):
         stale.unlink(missing_ok=True)
-    with running_server(settings, names):
+    with running_server(settings, names) as processes:
         on_ready()
-        follow(settings, folder, start_run(settings, folder), show_round, progress, report)
+        check = partial(check_running, settings, processes)
+        follow(settings, folder, start_run(settings, folder), show_round, progress, report, check)
 
 
 def follow(
@@ -57,6 +60,7 @@ def follow(
     show_round: ShowRound = lambda record, seconds: None,
     progress: Progress = NO_PROGRESS,
     report: Callable[[str], None] = lambda line: None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Show every round, and the progress of the current round, until the run has ended."""
     mirror, news = ProgressMirror(progress), ActivityReader(folder / FLEET_FILE)
@@ -67,6 +71,7 @@ def follow(
         mirror.show(read_progress(folder))
         for line in news.new_lines():
             report(line)
+        check()
         for log in (SUPERLINK_LOG, PROXY_LOG):
             cut_log(settings.home / log)
         if (folder / ERROR_FILE).exists():

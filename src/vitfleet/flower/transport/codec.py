@@ -94,11 +94,12 @@ def unpack_eval_reply(content: RecordDict, client: int, num_tasks: int) -> EvalR
         return EvalReply(client, failure=printable(str(error)))
 
 
-def pack_reply(reply: Reply) -> RecordDict:
-    """Return a reply to a training request as the content of a Flower message."""
+def pack_reply(reply: Reply, round: int) -> RecordDict:
+    """Return a reply to the training request of a round as the content of a Flower message."""
     evaluation = reply.evaluation or EvalResult(0, -1)
     header = ConfigRecord(
         {
+            "round": round,
             "failure": reply.failure or "",
             "state_lost": reply.state_lost,
             "correct": evaluation.correct,
@@ -108,10 +109,12 @@ def pack_reply(reply: Reply) -> RecordDict:
     return RecordDict({HEADER: header, **({} if reply.message is None else _chunks("message", reply.message))})
 
 
-def unpack_reply(content: RecordDict, client: int, max_bytes: int) -> Reply:
-    """Read a client's reply to a training request. An invalid reply becomes a failure that names the reason."""
+def unpack_reply(content: RecordDict, client: int, round: int, max_bytes: int) -> Reply:
+    """Read a client's reply to the training request of a round. An invalid reply becomes a failure with the reason."""
     try:
         header = _header(content)
+        if (replied := _integer(header, "round")) != round:
+            raise RejectedUpdateError(f"its reply is to round {replied}, not {round}")
         if failure := printable(str(header["failure"])):
             return Reply(client, None, failure=failure, state_lost=bool(header["state_lost"]))
         message = _pop_message(content, "message", max_bytes)
@@ -182,7 +185,7 @@ def _pop_message(content: RecordDict, name: str, max_bytes: int | None = None) -
         raise KeyError(name)
     size = sum(len(_chunk(content[key])) for key in keys)
     if max_bytes is not None and size > max_bytes:
-        raise RejectedUpdateError(f"its message has {size} bytes; fleet.max_message_mb allows {max_bytes}")
+        raise RejectedUpdateError(f"its message has {size} bytes; expected: at most {max_bytes}")
     return decode_received(Message, (_chunk(content.pop(key)) for key in keys), size)
 
 

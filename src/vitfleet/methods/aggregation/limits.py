@@ -16,9 +16,10 @@ from torch import Tensor
 
 from vitfleet.config.base import AggregationParams
 from vitfleet.message import Tensors, all_finite
+from vitfleet.methods.aggregation.rules import MIN_COMPARED
 from vitfleet.methods.reported import RejectedUpdateError
 
-MIN_COMPARED = 3  # of fewer updates nobody knows which one is wrong
+MAX_COUNT_STEP = 2**40  # a counter, such as that of the batches that a batch norm has seen, rises by less in a round
 CHUNK_BYTES = 2**26  # differences are computed for tensors of at most so many bytes at once
 
 
@@ -36,6 +37,7 @@ class UpdateLimits:
 
         ``earlier`` are the root mean squares of updates that were accepted in the round before.
         """
+        self._check_statistics(weights)
         names = [name for name, tensor in weights.items() if tensor.is_floating_point()]
         changes = dict(zip(names, _change_norms(names, weights, self.reference), strict=True))
         if not all(map(math.isfinite, changes.values())) and not all_finite(weights.values()):
@@ -54,6 +56,19 @@ class UpdateLimits:
         rms = math.hypot(*changes.values()) / size
         check_rms(rms, [*earlier, *self.rms.values()], self.config, floor=math.hypot(*given.values()) / size)
         self.rms[client] = rms
+
+    def _check_statistics(self, weights: Tensors) -> None:
+        """Reject running statistics that no training makes: negative variances, counters that fall or leap."""
+        for name, tensor in weights.items():
+            if name.endswith("running_var"):
+                possible = bool((tensor >= 0).all())
+            elif not tensor.is_floating_point() and tensor.dtype != torch.bool:
+                risen = tensor.double() - self.reference[name].double()
+                possible = bool(((risen >= 0) & (risen < MAX_COUNT_STEP)).all())
+            else:
+                continue
+            if not possible:
+                raise RejectedUpdateError(f"its weight {name!r} has values that no training makes")
 
     def _norms_given(self, names: Sequence[str]) -> dict[str, float]:
         missing = [name for name in names if name not in self._reference_norms]

@@ -15,7 +15,7 @@ from torch import Tensor
 from vitfleet.config.base import AggregationParams
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
-from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
+from vitfleet.methods.reported import ClientMetric, RejectedUpdateError, check_complete
 from vitfleet.models.parts import AttentionProjections, ModelParts, Selection
 from vitfleet.training.local_training import LocalResult
 from vitfleet.training.samples import Samples, cross_entropy
@@ -24,8 +24,8 @@ from vitfleet.training.step import StepView
 LAYER_FIGURES = ("sent-layers", "head-gradients")
 LAYER_METRICS = (
     ClientMetric("layers", "layers sent", form="counts"),
-    ClientMetric("gradients", "mean |gradient| of each layer", form="numbers"),
-    ClientMetric("head_gradients", "mean |gradient| of each attention head, layer by layer", form="numbers"),
+    ClientMetric("gradients", "mean |gradient| of each layer", form="numbers", least=0),
+    ClientMetric("head_gradients", "mean |gradient| of each attention head, layer by layer", form="numbers", least=0),
 )
 
 
@@ -120,6 +120,26 @@ class LayerSharing:
         changed = [block for block, round in zip(self.parts.blocks, updated, strict=True) if round >= last_round]
         return self.parts.union(self.always_sent, *changed)
 
+    def check_update(self, update: Message) -> None:
+        """Reject an update that is not the k layers that it names, and the weights that are always sent."""
+        depth = self.parts.depth
+        heads = self.parts.attention[0].heads if self.parts.attention else 0
+        for name, length in (("gradients", depth), ("head_gradients", depth * heads)):
+            values = update.numbers.get(name)
+            if values is not None and not (isinstance(values, list) and len(values) == length):
+                raise RejectedUpdateError(f"its number {name!r} is not a list of {length} values")
+        for name, needed in (("gradients", "layers"), ("head_gradients", "gradients")):
+            if name in update.numbers and needed not in update.numbers:
+                raise RejectedUpdateError(f"it reports {name!r} without {needed!r}")
+        layers = update.numbers.get("layers", [])
+        if not update.tensors and not update.numbers["samples"] and not layers:
+            return
+        named = [layer for layer in range(depth) if isinstance(layers, list) and layer in layers]
+        if layers != named or len(named) != self.k:
+            raise RejectedUpdateError(f"its layers are not {self.k} rising numbers between 0 and {depth - 1}")
+        sent = self.parts.union(self.always_sent, *(self.parts.blocks[layer] for layer in named))
+        check_complete(update.tensors, sent)
+
     # Client
 
     def select(self, result: LocalResult) -> tuple[Selection, Numbers]:
@@ -146,22 +166,6 @@ class LayerwiseMean(WeightedMean):
         super().__init__(server_state, config)
         self.parts = parts
         self.round = round
-
-    def add(self, client: int, message: Message) -> None:
-        """Add one client's layers. The reported numbers are checked, because they are written to the records."""
-        depth = self.parts.depth
-        heads = self.parts.attention[0].heads if self.parts.attention else 0
-        for name, length in (("gradients", depth), ("head_gradients", depth * heads)):
-            values = message.numbers.get(name)
-            if values is not None and not (isinstance(values, list) and len(values) == length):
-                raise RejectedUpdateError(f"its number {name!r} is not a list of {length} values")
-        layers = message.numbers.get("layers", [])
-        if not isinstance(layers, list) or any(layer not in range(depth) for layer in layers):
-            raise RejectedUpdateError(f"its layers are not all between 0 and {depth - 1}")
-        for name, needed in (("gradients", "layers"), ("head_gradients", "gradients")):
-            if name in message.numbers and needed not in message.numbers:
-                raise RejectedUpdateError(f"it reports {name!r} without {needed!r}")
-        super().add(client, message)
 
     def finish(self) -> State:
         """Return the server's state with the means; ``updated`` is this round for the layers that changed."""

@@ -84,6 +84,10 @@ class TransFL(Method[TransFLParams]):
         """Return the mean of each layer over the clients that sent it."""
         return LayerwiseMean(server_state, self.context.aggregation, self.parts, round)
 
+    def check_update(self, expected: Message, update: Message) -> None:
+        """Reject an update that is not the layers that it names."""
+        self.sharing.check_update(update)
+
     # Client
 
     def client_update(self, job: ClientRoundInput) -> ClientGenerator:

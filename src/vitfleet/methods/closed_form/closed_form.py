@@ -70,6 +70,8 @@ class ClosedFormParams(HeadSolver, MethodParams):
 class ClosedForm(Method[ClosedFormParams]):
     """Adds sums of features over clients and solves the head."""
 
+    has_known_size = False
+
     @classmethod
     def check_config(cls, params: ClosedFormParams, config: Config) -> None:
         """Check that there is a pretrained body, and one model for all classes."""
@@ -133,6 +135,9 @@ class ClosedForm(Method[ClosedFormParams]):
             return Message()
         heads = {} if client in listed(server_state, ANSWERED) else with_prefix(server_state.tensors, HEADS)
         return Message(heads, {COUNTED: 1})
+
+    def check_update(self, expected: Message, update: Message) -> None:
+        """Do nothing: what a client sends depends on its classes. :meth:`received` checks its form."""
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the addition of clients' sums."""

@@ -51,7 +51,7 @@ from vitfleet.config.base import MethodParams
 from vitfleet.config.fleet import BufferedSchedule
 from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
-from vitfleet.errors import ConfigError
+from vitfleet.errors import ConfigError, UserError
 from vitfleet.message import (
     Message,
     Number,
@@ -260,7 +260,7 @@ class FedWeit(Method[FedWeitParams]):
         ClientMetric(KEPT, "adaptive weights sent, mean over clients and rounds", "mean", form="count"),
         ClientMetric(OTHERS, "other clients whose adaptive weights a client uses, most", "max", form="count"),
         ClientMetric(PAST_TASKS, "earlier tasks whose weights a client keeps, most", "max", form="count"),
-        ClientMetric(LATEST_TASK, "index of the latest task that the client trained", form="number"),
+        ClientMetric(LATEST_TASK, "index of the latest task that the client trained", form="task"),
     )
 
     @classmethod
@@ -307,6 +307,12 @@ class FedWeit(Method[FedWeitParams]):
         knowledge = {row: to_device(latest[owner], self.context.device) for row, owner in enumerate(sorted(latest))}
         return Message({**server_state.tensors, **add_numbers(KNOWLEDGE, knowledge)})
 
+    def check_update(self, expected: Message, update: Message) -> None:
+        """Reject an update without the whole body; the aggregator checks the adaptive weights."""
+        shared = {name: tensor for name, tensor in update.tensors.items() if not name.startswith(ADAPTIVE)}
+        honest = {name: tensor for name, tensor in expected.tensors.items() if not name.startswith(ADAPTIVE)}
+        super().check_update(Message(honest), Message(shared, update.numbers))
+
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the mean of the shared weights and the store of adaptive weights."""
         return AdaptiveStoreUpdate(self, server_state, self.task_of(round))
@@ -322,7 +328,7 @@ class FedWeit(Method[FedWeitParams]):
         before = self.tasks_of(job)
         continues = before.latest_task == job.task_index
         model = {**before.model, **self.parts.body.take(job.message.tensors)}
-        knowledge = before.knowledge if continues else read_knowledge(job.message.tensors)
+        knowledge = before.knowledge if continues else self.received_knowledge(job.message.tensors)
         others = densify(knowledge, self.shapes)
         current = before.latest if continues and before.latest is not None else self.new_task(model, others)
         past = before.tasks_before(job.task_index)
@@ -355,6 +361,24 @@ class FedWeit(Method[FedWeitParams]):
             received = self.parts.body.take(job.message.tensors)
             return ClientTasks({**received, **self.parts.head.take(job.base_weights)})
         return ClientTasks.of_state(job.client_state, self.parts.whole)
+
+    def received_knowledge(self, tensors: Tensors) -> list[SparseVector]:
+        """Return the adaptive weights of other clients in a message, without the empty ones; check what a server sent.
+
+        Each becomes as large as the decomposed weights: of more than there are other clients the device has no memory.
+        """
+        received = [vector for vector in read_knowledge(tensors) if len(vector)]
+        others = self.context.config.fleet.clients - 1
+        if len(received) > others:
+            raise UserError(f"the server sends adaptive weights of {len(received)} other clients; the run has {others}")
+        length = sum(prod(shape) for shape in self.shapes.values())
+        try:
+            for vector in received:
+                if not vector.values.is_meta:  # of a dry run
+                    check_sparse(vector.tensors(), length)
+        except RejectedUpdateError as error:
+            raise UserError(f"adaptive weights that the server sends cannot be used: {error}") from None
+        return received
 
     def new_task(self, model: Tensors, others: Tensors) -> TaskWeights:
         """Return m_t, A_t and α as they begin."""
@@ -444,7 +468,7 @@ class AdaptiveStoreUpdate(Aggregator):
     def add(self, client: int, message: Message) -> None:
         """Add one client's update; that of a client without samples has no tensors."""
         self._check_numbers(message.numbers)
-        self.mean.earlier_sizes = self.earlier_sizes
+        self.mean.earlier_sizes, self.mean.earlier_samples = self.earlier_sizes, self.earlier_samples
         if not message.tensors:
             self.mean.add(client, message)
             return
@@ -455,6 +479,8 @@ class AdaptiveStoreUpdate(Aggregator):
             )
         shared = {name: tensor for name, tensor in message.tensors.items() if not name.startswith(ADAPTIVE)}
         self.mean.add(client, replace(message, tensors=shared))
+        if message.numbers[KEPT] != len(vector):
+            raise RejectedUpdateError(f"its number {KEPT!r} is not that of its {len(vector)} adaptive weights")
         on_host = to_device(vector.tensors(), torch.device("cpu"))
         self.received[client] = State(on_host, {"client": client, "task": self.task_index})
 
@@ -470,7 +496,7 @@ class AdaptiveStoreUpdate(Aggregator):
     def finish(self) -> State:
         """Return the server's new state."""
         state = self.mean.finish()
-        self.rejected = self.mean.rejected
+        self.rejected, self.counted_samples = self.mean.rejected, self.mean.counted_samples
         for client, part in self.received.items():
             if client not in self.rejected:
                 self.parts[part_name(client, self.task_index)] = part

@@ -62,7 +62,14 @@ class Apfl(WeightAveraging[ApflParams]):
     """Global model by FedAvg; personal models mixed with it."""
 
     client_metrics = (
-        ClientMetric(ALPHA, "weight α of the personal model, mean over clients and rounds", "mean", form="number"),
+        ClientMetric(
+            ALPHA,
+            "weight α of the personal model, mean over clients and rounds",
+            "mean",
+            form="number",
+            least=0,
+            most=1,
+        ),
     )
 
     @classmethod

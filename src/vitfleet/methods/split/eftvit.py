@@ -28,6 +28,7 @@ from vitfleet.config.schema import Config
 from vitfleet.data.features import Features, FeatureSet, quantize
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors, label_dtype, to_device
+from vitfleet.methods.aggregation.defence import usual
 from vitfleet.methods.aggregation.limits import check_rms
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean, norm_outliers
 from vitfleet.methods.base import (
@@ -39,10 +40,11 @@ from vitfleet.methods.base import (
     MethodContext,
     ServerGenerator,
     ServerWork,
+    Work,
     train_metrics,
 )
 from vitfleet.methods.params import check_layers
-from vitfleet.methods.reported import RejectedUpdateError
+from vitfleet.methods.reported import RejectedUpdateError, check_complete
 from vitfleet.methods.split.median_sampling import SamplingPlan, draw_sampling_plan
 from vitfleet.models.parts import Selection
 from vitfleet.randomness import Address, Purpose
@@ -54,6 +56,8 @@ FEATURES, SCALES, LABELS = "features", "scales", "labels"  # the tensors that a 
 ROWS = "rows"  # of the sampling plan, among the constants of the client's training
 LAST = "last."  # prefix of the server's weights as they were last trained, where it sends their moving average
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+MEGABYTE = 10**6
+MOST_SAMPLES = 4  # times the round's median of reported samples: the rows of more are dropped, where devices may lie
 SIZE_MULTIPLE = 32  # sizes are rounded up to a multiple of this, so that shapes recur from client to client
 
 
@@ -81,6 +85,9 @@ class EftVitParams(MethodParams):
     store: Literal["all", "latest-round"] = Field("all", description="every client's latest features, or this round's")
     store_on: Literal["device", "host", "disk"] = Field(
         "device", description="where the server stores features; disk: memory-mapped from the checkpoint's files"
+    )
+    store_mb: float = Field(
+        20_000, gt=0, description="largest size of the stored features, in megabytes; features beyond it are rejected"
     )
     balance: Literal["clients", "samples"] = Field(
         "clients", description="whether every client or every sample has the same weight in the server's training"
@@ -119,6 +126,7 @@ class EftVit(Method[EftVitParams]):
     """Trains on masked images and sends features instead of weights."""
 
     usual_mask_ratio = 0.75
+    has_known_size = False
     figures = ("balanced-labels",)
 
     @classmethod
@@ -143,6 +151,12 @@ class EftVit(Method[EftVitParams]):
         return True
 
     @classmethod
+    def declared_work(cls, params: EftVitParams, config: Config) -> Work:
+        """Return the work with the patches whose features are sent."""
+        shown = params.views * (1 - config.train.mask_ratio)
+        return replace(super().declared_work(params, config), shown_share=shown)
+
+    @classmethod
     def averages_weights(cls, params: EftVitParams) -> bool:
         """Return whether local modules are averaged."""
         return params.average_local is not None
@@ -160,6 +174,11 @@ class EftVit(Method[EftVitParams]):
         self.server_module = model_parts.union(self.global_module, model_parts.head)
         # Where local modules are averaged or never trained, the server has a whole model.
         self.has_global_model = params.average_local is not None or params.local_rounds == 0
+
+    @property
+    def feature_split(self) -> int:
+        """The block after the local module."""
+        return self.params.local_layers
 
     @property
     def trainable(self) -> Selection:
@@ -210,9 +229,18 @@ class EftVit(Method[EftVitParams]):
         """Return the global module and the head for clients that do not receive them anyway."""
         return Message() if self.trainable_in(round) else Message(self.server_module.take(server_state.tensors))
 
+    def check_update(self, expected: Message, update: Message) -> None:
+        """Do nothing: how many rows a client sends depends on its images. The aggregator checks their form."""
+
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the update of the stored features and, in some rounds, of the mean local module."""
         return FeatureStoreUpdate(self, server_state, round)
+
+    def most_per_class(self, samples: int, classes: int) -> int:
+        """Return the most rows of a class that a client with so many samples of so many classes sends."""
+        # The threshold is a quantile of the class counts: the classes from it on have at least as many samples.
+        from_threshold = max(1, classes - 1 - math.floor(self.params.threshold * (classes - 1)))
+        return self.params.views * math.ceil(samples / from_threshold)
 
     def server_update(self, server_state: State, round: int) -> ServerGenerator:
         """Train the global module and the head on the stored features (Algorithm 2)."""
@@ -282,7 +310,7 @@ class EftVit(Method[EftVitParams]):
         result = yield LocalTraining(needed, trainable, epochs, step, constants=rows, kept=recording)
         model = {**weights, **result.weights}
         local_module = self.local_module.take(model)
-        sent = local_module if self.averages_local_modules(job.round) else {}
+        sent = local_module if self.averages_local_modules(job.round) and result.samples else {}
         numbers = train_metrics(result) if trainable else {"samples": result.samples}
         message = Message({**self._balanced_features(plan, result.kept), **sent}, numbers)
         client_state = None if params.local_rounds == 0 else State(local_module)  # one that is never trained is known
@@ -372,33 +400,46 @@ class FeatureStoreUpdate(Aggregator):
         self.server_state = server_state
         self.round = round
         self.received: dict[int, State] = {}
+        self.samples: dict[int, int] = {}
         self.sizes: dict[int, float] = {}
         averages = method.averages_local_modules(round)
         self.local_modules = WeightedMean(server_state, self.limits) if averages else None
 
     def add(self, client: int, message: Message) -> None:
         """Store a client's features in place of its previous ones."""
-        if not message.tensors:
+        samples = message.numbers["samples"]
+        assert isinstance(samples, int)  # else the update was rejected
+        if not message.tensors and not samples:
             return
         names = (FEATURES, SCALES, LABELS)
         sent = {name: tensor for name, tensor in message.tensors.items() if name in names}
         others = {name: tensor for name, tensor in message.tensors.items() if name not in names}
-        rms = self._checked_rms(sent)
+        rms = self._checked_rms(sent, samples)
         if self.local_modules is not None:
+            check_complete(others, self.method.local_module)
+            self.local_modules.earlier_samples = self.earlier_samples
             self.local_modules.earlier_sizes = ()  # those of the round before are of features
             self.local_modules.add(client, replace(message, tensors=others))
         elif others:
             raise RejectedUpdateError(f"its message has an unknown tensor {min(others)!r}")
         device = self.context.device if self.method.params.store_on == "device" else torch.device("cpu")
         self.received[client] = State(to_device(sent, device), {"round": self.round})
-        self.sizes[client] = rms
+        self.sizes[client], self.samples[client] = rms, samples
 
-    def _checked_rms(self, sent: Tensors) -> float:
+    def _checked_rms(self, sent: Tensors, samples: int) -> float:
         """Return the root mean square of a client's features, if they can be trained on and are within the limits."""
         self._check_form(sent)
         classes, labels = self.context.num_classes, sent[LABELS]
         if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= classes):
             raise RejectedUpdateError(f"its labels are not all between 0 and {classes - 1}")
+        counts = torch.bincount(labels.long())
+        counts = counts[counts > 0]
+        if len(labels) and int(counts.min()) != int(counts.max()):
+            raise RejectedUpdateError("its features are not as many of every class")
+        most_rows = self.method.most_per_class(samples, len(counts)) if len(labels) else 0
+        if len(labels) and int(counts.max()) > most_rows:
+            rows = f"{len(labels)} rows of features of {samples} images; expected: at most {most_rows} of a class"
+            raise RejectedUpdateError(f"it sends {rows}")
         rms, most = features_of(sent).rms(), self.limits.max_change
         if not math.isfinite(rms):
             raise RejectedUpdateError("its features are not finite")
@@ -425,16 +466,42 @@ class FeatureStoreUpdate(Aggregator):
                 )
 
     def finish(self) -> State:
-        """Return the server's state with the new features. Features that are outliers replace no previous ones."""
-        state = self.server_state
+        """Return the server's state with the new features. Features that are refused replace no previous ones."""
+        state, params = self.server_state, self.method.params
         self.rejected = norm_outliers(self.sizes, self.limits.norm_factor)
         if self.local_modules is not None:
             state = replace(state, tensors=self.local_modules.finish().tensors)
             self.rejected = {**self.local_modules.rejected, **self.rejected}
-        previous = state.parts if self.method.params.store == "all" else {}
-        accepted = [client for client in self.received if client not in self.rejected]
-        parts = {**previous, **{f"features-{client:06d}": self.received[client] for client in accepted}}
+            self.counted_samples = self.local_modules.counted_samples
+        parts = dict(state.parts) if params.store == "all" else {}
+        others = [count for client, count in self.earlier_samples.items() if client not in self.samples]
+        known = usual(list(self.samples.values()), others)
+        most_samples = MOST_SAMPLES * known if known and self.limits.defence == "clip" else math.inf
+        for client in [client for client in self.received if client not in self.rejected]:
+            received = self._cut(self.received[client], self.samples[client], most_samples)
+            others = sum(part.num_bytes for name, part in parts.items() if name != part_name(client))
+            if others + received.num_bytes <= params.store_mb * MEGABYTE:
+                parts[part_name(client)] = received
+            else:
+                size = f"its {received.num_bytes} bytes of features"
+                reason = f"{size} would exceed method.store_mb = {params.store_mb:g}"
+                self.rejected = {**self.rejected, client: reason}
         return replace(state, parts=parts)
+
+    def _cut(self, received: State, samples: int, most_samples: float) -> State:
+        """Return a client's features: of each class no more rows than of so many samples."""
+        if samples <= most_samples:
+            return received
+        labels = received.tensors[LABELS]
+        present = torch.bincount(labels.long()).nonzero().flatten()
+        most = self.method.most_per_class(int(most_samples), len(present))
+        rows = torch.cat([(labels == label).nonzero().flatten()[:most] for label in present])
+        return replace(received, tensors={name: tensor[rows] for name, tensor in received.tensors.items()})
+
+
+def part_name(client: int) -> str:
+    """Return the name of the part of the server's state with a client's features."""
+    return f"features-{client:06d}"
 
 
 def features_of(tensors: Tensors) -> Features:

@@ -185,7 +185,8 @@ class FedBfpt(Method[FedBfptParams]):
         # In a round of the head alone the shift is already that of the whole model, and the head does not change it.
         sent = {**result.weights, **shift}
         numbers = train_metrics(result) if layer is None else {**train_metrics(result), "layer": layer}
-        return ClientUpdate(Message(sent, numbers), {**received, **sent})
+        # A client without images has no weight in the mean: it sends no weights.
+        return ClientUpdate(Message(sent if result.samples else {}, numbers), {**received, **sent})
 
     def center(self, weights: Tensors, depth: int | None) -> Generator[LocalTraining, LocalResult, dict[str, Tensor]]:
         """Return the bias with which the client's features have the mean zero; nothing without ``center_features``.

@@ -59,6 +59,8 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
             f"{head['times']} times, {head['gflops']:,.3g} GFLOPs, {format_bytes(head['up_bytes'])} up, "
             f"{format_bytes(head['down_bytes'])} down"
         )
+    if summary.get("defence", "off") != "off":
+        rows["defence against devices that lie"] = summary["defence"]
     if total["failures"]:
         rows["unused client updates"] = f"{total['failures']} of {total['participations']}"
     if (execution := summary.get("execution")) and execution["clients"] != "none":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +19,7 @@ from vitfleet.errors import UserError
 from vitfleet.files import parse_json, sync_folder, write_atomically
 
 MANIFEST = "checkpoint.json"
+OWN_FILES = "files.json"  # every name that a checkpoint's file has, is about to get, or had before: no other is removed
 PREVIOUS = "previous"  # folder of the checkpoint before the last: its manifest, and the files that only it names
 KEPT_FOLDER = "task-models"
 VERSION = 2
@@ -119,6 +120,22 @@ def read_manifest(folder: Path) -> Manifest | None:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a manifest; this commits the checkpoint."""
     write_atomically(folder / MANIFEST, json.dumps({**asdict(manifest), "version": VERSION}).encode())
+
+
+def write_own_files(folder: Path, names: Iterable[str]) -> None:
+    """Write the names of the files that belong to the checkpoints of a folder."""
+    write_atomically(folder / OWN_FILES, json.dumps(sorted(names)).encode())
+
+
+def read_own_files(folder: Path) -> set[str]:
+    """Return the names of the files that belong to the checkpoints of a folder; none, if they cannot be read."""
+    try:
+        names = parse_json((folder / OWN_FILES).read_bytes())
+    except (ValueError, FileNotFoundError):
+        return set()
+    if not isinstance(names, list):
+        return set()
+    return {name for name in names if isinstance(name, str) and Path(name).name == name}
 
 
 def kept_folder(run_folder: Path, task: int) -> Path:

@@ -27,11 +27,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitfleet.errors import UserError
-from vitfleet.files import CHECKPOINT_FOLDER, RECORDS_FILE, Data, sync_folder, write_durably
+from vitfleet.files import CHECKPOINT_FOLDER, RECORDS_FILE, Data, refuse_links, sync_folder, write_durably
 from vitfleet.message import State
 from vitfleet.packing import pack_tensors
 from vitfleet.run.checkpoints.manifest import (
     MANIFEST,
+    OWN_FILES,
     PREVIOUS,
     DamagedManifestError,
     Manifest,
@@ -39,7 +40,9 @@ from vitfleet.run.checkpoints.manifest import (
     keep_states,
     kept_folder,
     read_manifest,
+    read_own_files,
     write_manifest,
+    write_own_files,
 )
 from vitfleet.run.state import InFlight, RunState, is_past_state
 from vitfleet.wire import parse_numbers, read_payload, write_payload
@@ -49,6 +52,7 @@ _MOMENTS, _HEAD_SUMS = "moments", "head-sums"
 
 logger = logging.getLogger(__name__)
 
+TEMPORARY = {f".{name}.tmp" for name in (MANIFEST, OWN_FILES)}  # what a crash leaves of these
 MAX_PINNED_BYTES = 1 << 30  # per checkpoint: torch does not return pinned memory to the system
 
 
@@ -98,6 +102,7 @@ class Checkpoints:
     def __init__(self, folder: Path, verify: bool = True, keep_every: int | None = None) -> None:
         self.folder = folder / CHECKPOINT_FOLDER
         self.keep_every = keep_every
+        refuse_links(self.folder, self.folder / PREVIOUS)
         self.folder.mkdir(exist_ok=True)
         self.latest: Manifest | None = None
         if verify:
@@ -238,6 +243,7 @@ class Checkpoints:
         if host_copy is not None:
             files = host_copy.finish(files)
         checksums, new = dict(self.latest.checksums) if self.latest else {}, list(files)
+        self.begin(new)
         try:
             for name in new:
                 write_payload(self.folder / name, files.pop(name), _hashing_writer(name, checksums))
@@ -256,6 +262,12 @@ class Checkpoints:
         self._unwritten = {}  # only now: a client's state may be requested during the write
         self._keep()
         self._sort_files()
+
+    def begin(self, new: Iterable[str]) -> None:
+        """Say which files are about to be written, before the first of them is: a crash may leave some of them."""
+        previous, _ = _read_sound(self.folder / PREVIOUS, ())
+        named = [manifest.files() for manifest in (self.latest, previous) if manifest is not None]
+        write_own_files(self.folder, set(new).union(*named))
 
     def _keep(self) -> None:
         """Keep the states of the last checkpoint if it is at the end of a task."""
@@ -284,20 +296,23 @@ class Checkpoints:
         return State(load_file(path), numbers)
 
     def _sort_files(self) -> None:
-        """Move files that only the checkpoint before the last names to its folder; remove those that none names."""
+        """Move files that only the checkpoint before the last names to its folder; remove those that none names.
+
+        Only files of checkpoints are removed: whatever else is in the folder is not theirs.
+        """
         before = self.folder / PREVIOUS
         latest = set() if self.latest is None else self.latest.files()
         manifest, _ = _read_sound(before, ())
         previous = set() if manifest is None else manifest.files()
-        for path in list(self.folder.iterdir()):
-            if path.name in {MANIFEST, PREVIOUS} or path.name in latest:
-                continue
+        own = latest | previous | read_own_files(self.folder)
+        own = own - {MANIFEST, OWN_FILES} | TEMPORARY
+        for path in [path for path in self.folder.iterdir() if path.name in own - latest]:
             if path.name in previous:
                 path.replace(before / path.name)
             else:
                 path.unlink()
         for path in list(before.iterdir()) if before.is_dir() else ():
-            if path.name != MANIFEST and path.name not in previous - latest:
+            if path.name in own and path.name not in previous - latest:
                 path.unlink()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitfleet.config.load import validate
+from vitfleet.config.load import validate_saved
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 from vitfleet.files import COMPARISON_FILE, read_json, write_atomically
@@ -84,7 +84,7 @@ def discard_comparison(path: Path) -> None:
 def read_members(path: Path) -> list[ComparedRun]:
     """Return the runs of a comparison."""
     return [
-        ComparedRun(member["name"], validate(member["config"]), member.get("group", ""), member.get("swept", {}))
+        ComparedRun(member["name"], validate_saved(member["config"]), member.get("group", ""), member.get("swept", {}))
         for member in _read_manifest(path)["members"]
     ]
 

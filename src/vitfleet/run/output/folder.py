@@ -26,14 +26,17 @@ from vitfleet.errors import UserError
 from vitfleet.files import (
     ABOUT_FILE,
     CHECKPOINT_FILE,
+    CHECKPOINT_FOLDER,
     CONFIG_FILE,
     PLUGINS_FILE,
     RECORDS_FILE,
     SUMMARY_FILE,
     make_folder,
     read_json,
+    refuse_links,
     write_atomically,
 )
+from vitfleet.run.checkpoints.manifest import KEPT_FOLDER, PREVIOUS
 
 # What a run may have written when its first round has not ended.
 _BEFORE_FIRST_ROUND = re.compile(
@@ -142,6 +145,8 @@ def open_run_folder(path: Path, lock_seconds: float = 0.0) -> RunFolder:
     if not (path / CONFIG_FILE).is_file():
         raise UserError(f"{path}: holds no run (there is no {CONFIG_FILE} in it)")
     _check_unchanged(path)
+    checkpoint = path / CHECKPOINT_FOLDER
+    refuse_links(checkpoint, checkpoint / PREVIOUS, path / KEPT_FOLDER, *sorted(path.iterdir()))
     return RunFolder(path, lock_seconds)
 
 

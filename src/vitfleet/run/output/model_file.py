@@ -56,7 +56,10 @@ class DataInfo:
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> DataInfo:
         """Return the description that JSON holds; a ``TypeError`` or ``LookupError`` says that it is damaged."""
-        return cls(**{**tree, "classes": tuple(tree["classes"])})
+        classes = tuple(tree["classes"])
+        if not all(isinstance(name, str) and name.isprintable() for name in classes):
+            raise ValueError("names of its classes have control characters")
+        return cls(**{**tree, "classes": classes})
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def read_data_info(folder: Path) -> DataInfo:
     tree = read_json(path)
     try:
         return DataInfo.of_tree(tree)
-    except (TypeError, LookupError):
+    except (TypeError, LookupError, ValueError):
         raise UserError(f"{path}: is damaged; `vitfleet resume {folder}` writes it again") from None
 
 

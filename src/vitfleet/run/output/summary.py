@@ -120,6 +120,7 @@ def write_summary(
         "method": config.method.name,
         "seed": config.seed,
         "rounds": last.round,
+        "defence": "clip" if config.defends else "off",
         "eval_split": config.data.eval_split,
         "accuracy": totals.accuracies(),
         "loss": {"train": last.loss, config.data.eval_split: loss},

@@ -187,8 +187,8 @@ class FedKnow(SharedBody[FedKnowParams]):
     needs_tasks = True
     client_metrics = (
         *INTEGRATION_METRICS,
-        ClientMetric("knowledge_bytes", "bytes of kept weights, largest client", "max"),
-        ClientMetric("known_tasks", "indices of the tasks whose knowledge is kept"),
+        ClientMetric("knowledge_bytes", "bytes of kept weights, largest client", "max", form="count"),
+        ClientMetric("known_tasks", "indices of the tasks whose knowledge is kept", form="tasks"),
     )
 
     @classmethod

@@ -143,6 +143,13 @@ class FedVit(MemoryMethod[FedVitParams]):
             return super().aggregator(server_state, round)
         return LayerwiseMean(server_state, self.context.aggregation, self.parts, round)
 
+    def check_update(self, expected: Message, update: Message) -> None:
+        """Reject an update that is not the body; where only some layers are sent, that is not the layers it names."""
+        if self.sharing is None:
+            super().check_update(expected, update)
+        else:
+            self.sharing.check_update(update)
+
     # Client
 
     def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:

@@ -137,8 +137,8 @@ class QuadraticPenalty(SharedBody[Params]):
 
     needs_tasks = True
     client_metrics = (
-        ClientMetric("penalized", "rounds with a penalty", "sum", form="count"),
-        ClientMetric("latest_task", "index of the latest task whose importance is known", form="number"),
+        ClientMetric("penalized", "rounds with a penalty", "sum", form="count", most=1),
+        ClientMetric("latest_task", "index of the latest task whose importance is known", form="task"),
     )
     #: The penalty's factor c for λ = 1.
     factor: ClassVar[float]

@@ -143,8 +143,8 @@ class DyTox(MemoryMethod[DyToxParams]):
 
     client_metrics = (
         *MemoryMethod.client_metrics,
-        ClientMetric("tokens", "task tokens, client with most", "max"),
-        ClientMetric("distilled", "rounds with a teacher", "sum"),
+        ClientMetric("tokens", "task tokens, client with most", "max", form="count"),
+        ClientMetric("distilled", "rounds with a teacher", "sum", form="count", most=1),
     )
 
     @classmethod

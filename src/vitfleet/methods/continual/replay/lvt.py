@@ -135,7 +135,10 @@ class Lvt(MemoryMethod[LvtParams]):
     """Lifelong vision transformer."""
 
     stores_logits = True
-    client_metrics = (*MemoryMethod.client_metrics, ClientMetric("penalized", "rounds with a penalty", "sum"))
+    client_metrics = (
+        *MemoryMethod.client_metrics,
+        ClientMetric("penalized", "rounds with a penalty", "sum", form="count", most=1),
+    )
 
     def __init__(self, params: LvtParams, context: MethodContext) -> None:
         super().__init__(params, context)
