@@ -28,12 +28,13 @@ from vitfleet.fleet.build import build_components, build_net
 from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.device.limits import ClientLimits, check_model, check_run, describe_run, within_limits
-from vitfleet.flower.device.storage import ClientStorage
+from vitfleet.flower.device.storage import ClientStorage, StoredViews
 from vitfleet.flower.transport.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import State, Tensors, to_device
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.run.output.model_file import DataInfo, model_info, model_size, write_model
 from vitfleet.training.evaluator import Evaluator
+from vitfleet.training.execution.memory_budget import views_bytes_limit
 from vitfleet.training.execution.settings import set_up_execution
 from vitfleet.wire import encoded_size
 
@@ -189,6 +190,10 @@ class FlowerClient:
         if cached is None or (cached.run_spec, cached.client) != (run_spec, client) or cached.data is not data:
             cached = self._cached = None  # free its memory before the next one is built
             setup = _set_up_client(config, run_spec, client, data, self.machine)
+            trainer, device = setup.runtime.trainer, setup.device
+            storage = ClientStorage.of_run(self.root, run_spec.run_id)
+            views = StoredViews(storage, self.limits.disk_mb, device, views_bytes_limit(device))
+            setup = replace(setup, runtime=replace(setup.runtime, trainer=replace(trainer, view_store=views)))
             cached = self._cached = _CachedSetup(run_spec, client, data, setup)
         return cached.setup
 

@@ -37,6 +37,7 @@ class ClientLimits(Table):
     tasks: int = Field(1000, ge=1, description="tasks")
     disk_mb: int = Field(20_000, ge=1, description="megabytes of all runs' files on the client")
     stored_share: float = Field(1.0, gt=0, le=1, description="share of the images that is stored as samples")
+    cached_views: int = Field(100, ge=0, description="views of every image that are kept as frozen layers compute them")
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> ClientLimits:
@@ -73,6 +74,7 @@ def check_run(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None:
             "passes": work.passes,
             "tasks": tasks.count if tasks else None,
             "stored_share": work.stored_share,
+            "cached_views": work.cached_views,
         },
         limits,
     )
