@@ -231,8 +231,10 @@ def test_features_that_have_not_changed_cost_nothing(tiny_config: MakeConfig, tm
 def test_a_method_that_trains_the_first_layers_keeps_no_views(
     name: str, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
+    layers = ("method.local_layers=1",) if name == "eftvit" else ()
+    keys = f"method.name={name}", "train.epochs=2", "train.cached_views=3"
     with pytest.raises(ConfigError) as refused:
-        open_run(tiny_config(f"method.name={name}", "train.epochs=2", "train.cached_views=3"), tmp_path / "run")
+        open_run(tiny_config(*keys, *layers), tmp_path / "run")
     assert str(refused.value) == (
         "train.cached_views = 3: must be 0: clients train or receive every layer of the model in each round with "
         f"{name} as configured; with fed-head only the head changes"

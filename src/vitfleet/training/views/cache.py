@@ -67,12 +67,14 @@ class ViewPlan:
         """Return the training that computes the views of so many images; it trains nothing."""
         rows = samples + 1  # the last one takes padding
         rows += -rows % ROWS_MULTIPLE
+        weights = {name: training.weights[name] for name in self.part.names}
+        shape, dtype = self.part.shape(net, self.mask_ratio), weights[self.part.names[0]].dtype
         return LocalTraining(
-            {name: training.weights[name] for name in self.part.names},
+            weights,
             Selection(()),
             self.count,
             RecordViews(self.part.split),
-            kept={VIEWS: torch.zeros(self.count, rows, *self.part.shape(net, self.mask_ratio), device=device)},
+            kept={VIEWS: torch.zeros(self.count, rows, *shape, dtype=dtype, device=device)},
             train=training.train,
             augment=training.augment,
         )
@@ -99,7 +101,7 @@ def record(kept: Tensors, outputs: Outputs) -> Tensors:
     assert outputs.features is not None
     views = kept[VIEWS]
     rows = torch.where(outputs.sample_weight > 0, outputs.positions, views.shape[1] - 1)
-    views.index_put_((outputs.epoch.expand_as(rows), rows), outputs.features.float())
+    views.index_put_((outputs.epoch.expand_as(rows), rows), outputs.features.to(views.dtype))
     return kept
 
 
@@ -172,7 +174,7 @@ def load_or_compute(
 def digest(tensor: Tensor) -> str:
     """Return a hash of a tensor's values."""
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return blake2b(values.numpy(), digest_size=16).hexdigest()
+    return blake2b(values.numpy().data, digest_size=16).hexdigest()
 
 
 # A frozen weight is the same tensor in every round of a simulation, and is never changed in place.
