@@ -41,6 +41,7 @@ class Purpose(StrEnum):
     METRIC_CLIENTS = "metric-clients"
     HEAD_PROJECTION = "head-projection"
     HELD_OUT_IMAGES = "held-out-images"
+    CACHED_VIEWS = "cached-views"
 
 
 def own_purpose(name: str) -> str:

@@ -119,6 +119,12 @@ class Config(Table):
         return {**tree, "rounds": tasks.rounds} if tasks else tree
 
     @model_validator(mode="after")
+    def _views_are_kept_without_tasks(self) -> Config:
+        if self.train.cached_views and self.data.tasks is not None:
+            raise ConfigError("train.cached_views", self.train.cached_views, "is for runs without data.tasks")
+        return self
+
+    @model_validator(mode="after")
     def _rounds_suit_the_tasks(self) -> Config:
         tasks = self.data.tasks
         if tasks is not None and self.rounds != tasks.rounds:

@@ -61,6 +61,13 @@ class TrainConfig(Table):
     warmup_rounds: int = Field(0, ge=0, description="rounds of linear warm-up before the cosine")
     max_grad_norm: float | None = Field(None, gt=0, description="gradient clipping: largest norm of a step's gradient")
     mask_ratio: float = Field(0.0, ge=0, lt=1, description="fraction r_m of an image's patches dropped at every step")
+    cached_views: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="augmented views of every image of which a client computes the frozen first layers once; later "
+        "epochs and rounds train on what it keeps of them; 0: all layers are computed in every epoch",
+    )
 
 
 class EvalConfig(Table):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,14 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitfleet.config.schema import TrainConfig
-from vitfleet.costs.flops import FlopCounter, Flops, shapes_of
+from vitfleet.costs.flops import META, FlopCounter, Flops, shapes_of
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import UserError
 from vitfleet.message import Message, Numbers, State
-from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method, start_client_update
+from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method, frozen_part, start_client_update
 from vitfleet.models.net import Net
 from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.training.step import kind_of_step
+from vitfleet.training.views.cache import ViewPlan
 from vitfleet.wire import encoded_size
 
 KNOWN_STATES = 64  # of clients that have learned different tasks
@@ -43,6 +44,20 @@ class DryRun:
     update: ClientUpdate  # the message it would send and the state it would keep
     # Tensors held during the whole round: received tensors, and state kept from earlier rounds
     held_tensors: list[Tensor]
+    # What computes the cached views that the trainings are on, in the client's first round alone
+    recordings: list[LocalTraining] = field(default_factory=list)
+    is_first: bool = False  # whether it is that round
+
+    @property
+    def computed(self) -> list[LocalTraining]:
+        """The trainings of this round, with what computes cached views if it is the client's first."""
+        return [*self.recordings, *self.trainings] if self.is_first else self.trainings
+
+    @property
+    def views_bytes(self) -> int:
+        """Bytes of the cached views that the client keeps."""
+        views = {id(one.views.values): one.views.values for one in self.trainings if one.views is not None}
+        return sum(values.nbytes for values in views.values())
 
     def kept_state(self) -> State | None:
         """Return the state that the client would keep, in tensors of its own: memory is counted per tensor."""
@@ -75,6 +90,7 @@ class CostModel:
         self.image_size = image_size or net.image_size
         self.blank = shapes_of(net)
         self.counter = FlopCounter(net, train, counted)
+        self.frozen_part = frozen_part(method)
         self._after_tasks = lru_cache(KNOWN_STATES)(self._state_after)
 
     def dry_run(
@@ -91,7 +107,7 @@ class CostModel:
         message, ``None`` in its first round.
         """
         kept = None if client_metrics is None else self.kept_state(client_metrics)
-        return self._dry_run(labels, round, client, task_index, kept)
+        return self._dry_run(labels, round, client, task_index, kept, is_first=client_metrics is None)
 
     def _dry_run(
         self,
@@ -100,6 +116,7 @@ class CostModel:
         client: int = 0,
         task_index: int = 0,
         client_state: State | None = None,
+        is_first: bool = False,
     ) -> DryRun:
         method, net, size = self.method, self.net, self.image_size
         received = method.message_to_client(method.initial_state(self.blank), round, client, None)
@@ -111,16 +128,33 @@ class CostModel:
         requested = start_client_update(method, job)
         kept = client_state.tensors.values() if client_state else ()
         trainings: list[LocalTraining] = []
+        views: dict[ViewPlan, tuple[LocalTraining, Tensor]] = {}
         with self._explained():
             try:
                 training = next(requested)
                 while True:
+                    training = self._on_views(training, len(targets), views)
                     trainings.append(training)
                     result = _blank_result(training, len(targets), method.context.num_classes, len(trainings))
                     training = requested.send(result)
             except StopIteration as end:
                 update: ClientUpdate = end.value
-        return DryRun(trainings, update, [*received.tensors.values(), *base.values(), *kept])
+        held = [*received.tensors.values(), *base.values(), *kept]
+        return DryRun(trainings, update, held, [recording for recording, _ in views.values()], is_first)
+
+    def _on_views(
+        self, training: LocalTraining, samples: int, views: dict[ViewPlan, tuple[LocalTraining, Tensor]]
+    ) -> LocalTraining:
+        """Return a training as the trainer runs it: on cached views, where it can be; new ones are added."""
+        train, augment = training.train or self.train, self.method.context.config.data.augment
+        plan = ViewPlan.of(training, self.frozen_part, train, augment, bf16=False)
+        if plan is None:
+            return training
+        if plan not in views:
+            shape = plan.count * samples, *plan.part.shape(self.net, plan.mask_ratio)
+            recording = plan.recording(training, self.net, samples, META)
+            views[plan] = recording, torch.empty(shape, device=META)
+        return plan.on_views(training, views[plan][1])
 
     def late_round(self, labels: Sequence[NDArray[np.int64]]) -> DryRun:
         """Dry-run the most expensive round of a client: its second one in the last task, after a round in every task.
@@ -154,12 +188,12 @@ class CostModel:
         """Return the operations per image seen in training, with all passes of the round.
 
         A pass that only measures something makes no image of its own: its operations are those of the images that are
-        trained on. Where nothing trains, all passes count.
+        trained on, as are those of cached views in the client's first round. Where nothing trains, all passes count.
         """
-        trainings = dry_run_result.trainings
+        seen, trainings = dry_run_result.trainings, dry_run_result.computed
         with self._explained():
             counted = [self.counter.step(one, kind_of_step(one.step, 0)).per_sample for one in trainings]
-        trained = sum(one.epochs for one in trainings if one.trainable) or sum(one.epochs for one in trainings)
+        trained = sum(one.epochs for one in seen if one.trainable) or sum(one.epochs for one in seen)
         return Flops(
             sum(flops.forward * one.epochs for flops, one in zip(counted, trainings, strict=True)) // trained,
             sum(flops.training * one.epochs for flops, one in zip(counted, trainings, strict=True)) // trained,
@@ -181,7 +215,11 @@ class CostModel:
 
     def round_flops(self, dry_run_result: DryRun, samples: int) -> int:
         """Count the operations of a client's whole round: all passes of all steps, and the scoring of its samples."""
-        return sum(self.counter.training(training, samples) for training in dry_run_result.trainings)
+        return self.training_flops(dry_run_result.computed, samples)
+
+    def training_flops(self, trainings: Sequence[LocalTraining], samples: int) -> int:
+        """Count the operations of trainings on so many samples."""
+        return sum(self.counter.training(training, samples) for training in trainings)
 
     def up_bytes(self, dry_run_result: DryRun) -> int:
         """Return the encoded size of a client's message; an empty message is not sent."""

@@ -222,7 +222,7 @@ class _RunWork:
     training: LocalTraining
     flops_per_sample: int
     total_flops: float
-    # Memory of the server's state, and bytes of the checkpoints and models in the run's folder
+    # Memory of the server's state and of cached views, and bytes of the checkpoints and models in the run's folder
     server_bytes: int
     stored_bytes: int
 
@@ -232,7 +232,10 @@ class _RunWork:
         labels = typical_labels(config, size)
         first, late = cost_model.dry_run(method.cost_round, 0, labels[0]), cost_model.late_round(labels)
         images = _images_per_round(config, size, method, labels)
-        client = sum(cost_model.round_flops(run, max(1, round(images))) for run in (first, late)) / 2
+        samples = max(1, round(images))
+        client = sum(cost_model.training_flops(run.trainings, samples) for run in (first, late)) / 2
+        of_views = cost_model.training_flops(late.recordings, samples)
+        seen = 0 if _remote(config) else min(config.fleet.clients, config.rounds * config.fleet.asked)
         forward_flops = cost_model.counter.evaluation
         trained = 0 if _remote(config) else config.fleet.asked
         per_round = trained * client + _evaluation_passes(config, size, method, labels) * forward_flops
@@ -242,13 +245,15 @@ class _RunWork:
         state_bytes = (late.update.client_state or State()).num_bytes
         kept = 0 if _remote(config) else (config.fleet.clients + config.fleet.asked) * state_bytes
         features = config.fleet.clients * cost_model.up_bytes(late) if method.server_work(1, 1) else 0
+        typical = (first.recordings or first.trainings)[0]
         return cls(
-            first.trainings[0],
-            cost_model.counter.step(first.trainings[0], kind_of_step(first.trainings[0].step, 0)).per_sample.training,
+            typical,
+            cost_model.counter.step(typical, kind_of_step(typical.step, 0)).per_sample.training,
             config.rounds * per_round
+            + seen * of_views
             + _server_flops(config, size, method, net)
             + _head_flops(config, size, method, net),
-            server_bytes=2 * weights + moments + features,
+            server_bytes=2 * weights + moments + features + seen * late.views_bytes,
             # Two checkpoints with the server's weights and moments, the model at the end, and what every client
             # received once.
             stored_bytes=4 * weights + 2 * moments + kept + features,

@@ -100,8 +100,9 @@ class FlopCounter:
         )
         sets = tuple((name, len(stored), stored.draws, stored.keep is None) for name, stored in training.sets.items())
         features = None if training.features is None else training.features.num_tokens
+        views = None if training.views is None else (training.views.part, training.views.values.shape[1:])
         key = (
-            self.net.part_paths.functional, weights, training.trainable, training.step, kind, sets, features,
+            self.net.part_paths.functional, weights, training.trainable, training.step, kind, sets, features, views,
             train.mask_ratio, constants,
         )  # fmt: skip
         if key not in self.counted:
@@ -151,7 +152,7 @@ def meta_stack(net: Net, training: LocalTraining, train: TrainConfig, size: int)
     indices = torch.empty(size, dtype=torch.long, device="meta")
     shard = Shard(ImageSet(pixels, indices), indices)
     group = [ClientTraining(training, shard, RngContext(0, 1, 0))]
-    stack = ClientStack(trainer.engine, group, stack_inputs(group, net, META))
+    stack = ClientStack(trainer.engine_for(training), group, stack_inputs(group, net, META))
     return stack, empty_batch(net, training, train, size, "meta")
 
 
@@ -168,7 +169,8 @@ def _with_one_sample(stored: SampleSet) -> SampleSet:
 
 def empty_batch(net: Net, training: LocalTraining, train: TrainConfig, size: int, device: str) -> Batch:
     """Return the tables of a batch, without values."""
-    kept = net.num_kept_patches(train.mask_ratio) if train.mask_ratio and training.features is None else 0
+    sees_images = training.features is None and training.views is None
+    kept = net.num_kept_patches(train.mask_ratio) if train.mask_ratio and sees_images else 0
 
     def empty(*shape: int) -> Batch:
         indices = torch.empty(shape, dtype=torch.long, device=device)
@@ -183,6 +185,8 @@ def empty_batch(net: Net, training: LocalTraining, train: TrainConfig, size: int
     drawn = {name: empty(size, stored.draws) for name, stored in training.drawn_sets().items()}
     keys = {name: torch.empty((), dtype=torch.long, device=device) for name in training.random}
     batch = replace(empty(size), drawn=drawn, keys=keys)
+    if training.views is not None:
+        return replace(batch, rows=batch.image_indices)
     if training.features is None:
         return batch
     values = torch.empty(size, training.features.num_tokens, net.embed_dim, device=device)
@@ -337,12 +341,13 @@ class CountedModels(ClientModels):
         given = {**self.weights.tensors, **(options.get("at") or {})}
         kept = None if samples.keep is None else samples.keep.shape[-1]
         tokens = None if samples.features is None else samples.features.shape[-2]
+        views = None if samples.views is None else (self.engine.frozen_part, samples.views.shape[1:])
         compose = options.get("compose")
         # A model may have more weights than its own, such as a teacher's, and then computes more.
         shapes = frozenset((name, tensor.shape) for name, tensor in given.items())
         key = (
             self.engine.net.part_paths.functional, shapes, trained, compose is not None, to_input, features_only, kept,
-            tokens, options.get("split"), options.get("depth"), options.get("representation", False),
+            tokens, views, options.get("split"), options.get("depth"), options.get("representation", False),
         )  # fmt: skip
         if key not in self.counted:
             one = samples.map(lambda tensor: tensor[:1])

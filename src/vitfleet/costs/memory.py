@@ -115,7 +115,7 @@ def round_memory(
     """Return the memory of the largest training in a client's round; see :func:`training_memory`."""
     usages = [
         training_memory(net, training, train, bf16, dry_run_result.held_tensors, parts_at_once, known_steps)
-        for training in dry_run_result.trainings
+        for training in (*dry_run_result.trainings, *dry_run_result.recordings)
     ]
     return max(usages, key=lambda usage: usage.total)
 
@@ -176,7 +176,7 @@ def _track_step(
             group = [ClientTraining(training, shard, RngContext(0, 1, 0))]
             inputs = stack_inputs(group, cpu_net, machine.device)
             copied = tracker.live
-            stack = ClientStack(trainer.engine, group, inputs)
+            stack = ClientStack(trainer.engine_for(training), group, inputs)
             stack.restart(None, train.lr)
             ready = tracker.live
             kind, epoch = kind_of_step(training.step, 0), torch.empty((), dtype=torch.long)
@@ -189,8 +189,14 @@ def _shapes(training: LocalTraining) -> tuple[object, ...]:
     """Return the shapes and types of a training's tensors, by group and name."""
     draws = {name: (samples.draws, samples.sizes) for name, samples in training.sets.items()}
     groups = training.tensor_groups().items()
-    return draws, *(
-        (group, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}) for group, tensors in groups
+    part = None if training.views is None else training.views.part
+    return (
+        draws,
+        part,
+        *(
+            (group, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+            for group, tensors in groups
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from vitfleet.config.fleet import DeviceName
 from vitfleet.config.load import from_tree, parse_method
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
-from vitfleet.costs.cost_model import CostModel
+from vitfleet.costs.cost_model import CostModel, DryRun
 from vitfleet.costs.dataset_size import DatasetSize, known_size
 from vitfleet.costs.flops import full_flops
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
@@ -43,6 +43,25 @@ class HeadCost:
 
 
 @dataclass(frozen=True)
+class ViewsCost:
+    """What cached views cost a client.
+
+    Attributes
+    ----------
+    views
+        Views of each image.
+    gflops
+        Operations in the client's first round, besides those of every round.
+    kept_bytes
+        What the client keeps.
+    """
+
+    views: int
+    gflops: float
+    kept_bytes: int
+
+
+@dataclass(frozen=True)
 class CostReport:
     """Costs of one method for a typical client.
 
@@ -67,6 +86,8 @@ class CostReport:
         For each hardware profile: seconds per round, whether the training fits into its memory, and megabytes per day.
     head
         What solving the head costs besides the rounds; ``None`` if it is never solved.
+    views
+        What cached views cost a client in its first round alone; ``None`` if it keeps none.
     """
 
     method: str
@@ -88,6 +109,7 @@ class CostReport:
     round_gflops: float
     devices: dict[DeviceName, dict[str, Any]]
     head: HeadCost | None = None
+    views: ViewsCost | None = None
 
 
 @dataclass(frozen=True)
@@ -196,7 +218,15 @@ def _cost_report(
         round_gflops=round_flops / 1e9,
         devices={name: _on_device(config, name, workload, memory.total) for name in HARDWARE_PROFILES},
         head=_head_cost(config, method, net, dataset, labels[-1]),
+        views=_views_cost(config, cost_model, dry_run_result, samples),
     )
+
+
+def _views_cost(config: Config, cost_model: CostModel, dry_run_result: DryRun, samples: int) -> ViewsCost | None:
+    if not dry_run_result.recordings:
+        return None
+    gflops = cost_model.training_flops(dry_run_result.recordings, samples) / 1e9
+    return ViewsCost(config.train.cached_views, gflops, dry_run_result.views_bytes)
 
 
 def _head_cost(

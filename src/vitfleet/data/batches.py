@@ -30,6 +30,7 @@ class EpochDraws:
     # The stored samples that are drawn with each visited sample, by the name of their set, `[samples, draws, …]`:
     # their order holds positions in the client's set.
     drawn: Mapping[str, EpochDraws] = field(default_factory=dict)
+    rows: Array | None = None  # of each visited image's cached view, where the client trains on these
     # Of random numbers that steps compute themselves: more keys than there are steps, by name, `[samples]`.
     keys: Mapping[str, Array] = field(default_factory=dict)
 
@@ -46,12 +47,14 @@ def draw_epoch(
     num_kept: int,
     drawn: Mapping[str, tuple[int, int]] | None = None,
     random: Sequence[str] = (),
+    cached_views: int = 0,
 ) -> EpochDraws:
     """Draw one client's epoch from its random addresses; nothing is masked if as many patches are kept as there are.
 
     ``drawn`` has for each set of stored samples how many samples it has, and how many are drawn with each image:
     uniformly, with replacement, with an augmentation and a mask of their own. The names of the sets, and those in
-    ``random`` (numbers that steps compute themselves), are each a purpose of their own.
+    ``random`` (numbers that steps compute themselves), are each a purpose of their own. Of ``cached_views`` of every
+    image one is drawn: see :func:`draw_views`.
     """
 
     def generator(purpose: str) -> np.random.Generator:
@@ -83,7 +86,21 @@ def draw_epoch(
     }
     keys = {name: generator(own_purpose(name)).integers(2**63 - 1, size=samples) for name in random}
     batches = draw(generator(Purpose.ORDER).permutation(samples), Purpose.AUGMENT, Purpose.MASK)
+    if cached_views:
+        views = draw_views(seed, round, client, epoch, samples, cached_views)
+        batches = replace(batches, rows=views[batches.order] * samples + batches.order)
     return replace(batches, drawn=drawn_sets, keys=keys)
+
+
+def draw_views(seed: int, round: int, client: int, epoch: int, samples: int, cached_views: int) -> Array:
+    """Draw which of its cached views each of a client's images has in an epoch.
+
+    In as many consecutive epochs of a round as there are views, every image has each of its views once.
+    """
+    turns, turn = divmod(epoch, cached_views)
+    rng = Address(seed, Purpose.CACHED_VIEWS, round, client, turns).generator()
+    views: Array = rng.random((samples, cached_views)).argsort(axis=1, kind="stable")[:, turn]
+    return views
 
 
 @dataclass(frozen=True)
@@ -98,6 +115,7 @@ class Batch:
     flip: Tensor | None = None
     brightness: Tensor | None = None
     keep: Tensor | None = None  # positions of the patches that are kept, `[…, batch, kept]`
+    rows: Tensor | None = None  # of the samples' cached views, in a training on these instead of images
     # In a training on features instead of images: the tokens of each sample as they are stored
     features: Tensor | None = None
     scales: Tensor | None = None  # their quantisation scales, if they have any
@@ -229,6 +247,7 @@ class _Layout:
             flip=self._tabulate([draw.flip for draw in draws]),
             brightness=self._tabulate([draw.brightness for draw in draws]),
             keep=None if keep is None else keep.contiguous(),
+            rows=self._tabulate([draw.rows for draw in draws]),
         )
 
     def keys(self, rows: Sequence[Array]) -> Tensor:

@@ -8,11 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from vitfleet.config.schema import Config
-from vitfleet.methods import Method, MethodContext, make_head_solver, make_method, model_adaptation
+from vitfleet.methods import Method, MethodContext, frozen_part, make_head_solver, make_method, model_adaptation
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
+from vitfleet.training.execution.memory_budget import views_bytes_limit
 from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.trainer import Trainer, preprocess_for
+from vitfleet.training.views.cache import ViewStore
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,16 @@ def build_components(
         net = net.with_unfused_attention()
     context = MethodContext(config, net, num_classes, machine.device)
     preprocess = preprocess_for(net, machine.device)
+    method = make_method(config.method, context)
     trainer = Trainer(
-        net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, class_to_task
+        net,
+        preprocess,
+        config.train,
+        config.data.augment,
+        config.schedule_rounds,
+        machine,
+        class_to_task,
+        frozen_part=frozen_part(method),
+        view_store=ViewStore(views_bytes_limit(machine.device)),
     )
-    return Components(net, make_method(config.method, context), trainer, make_head_solver(context))
+    return Components(net, method, trainer, make_head_solver(context))

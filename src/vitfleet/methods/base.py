@@ -37,6 +37,7 @@ from vitfleet.models.net import Net
 from vitfleet.models.parts import ModelParts, Selection
 from vitfleet.models.variants.wide_head import HeadFeatures, widen_head
 from vitfleet.training.local_training import LocalResult, LocalTraining
+from vitfleet.training.views.frozen import FrozenPart, find_frozen_part
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Work:
     passes: int = 1  # forward passes of an image in a step
     stored_share: float = 0.0  # of its images, stored as samples: they remain when those of their task are gone
     shown_share: float = 0.0  # of an image's patches, whose features are sent in a round: of each view by itself
+    cached_views: int = 0  # of every image, kept as the frozen part of the model computes them
 
 
 ClientGenerator: TypeAlias = Generator[LocalTraining, LocalResult, ClientUpdate]
@@ -478,6 +480,8 @@ def method_class(params: MethodParams) -> type[Method[Any]]:
 def declared_work(config: Config) -> Work:
     """Return the most that a configuration's method asks of a client; see :meth:`Method.declared_work`."""
     work = method_class(config.method).declared_work(config.method, config)
+    if views := config.train.cached_views:
+        work = replace(work, epochs=work.epochs + views, cached_views=views)
     solver = head_solver_params(config)
     if solver is None:
         return work
@@ -496,9 +500,32 @@ def make_method(params: MethodParams, context: MethodContext) -> Method[Any]:
             "(method.heads = shared), or another method",
         )
     frozen = context.config.head.freeze_rounds
+    frozen_part(method)  # refuses a configuration without any
     if frozen and set(method.parts.trainable(method.trainable)) <= set(method.parts.head):
         raise ConfigError("head.freeze_rounds", frozen, f"must be 0: {params.name} trains nothing but the head")
     return method
+
+
+def frozen_part(method: Method[Any]) -> FrozenPart | None:
+    """Return the part of the model of which clients keep what it computes; ``None`` without ``train.cached_views``.
+
+    It is what every client has from the start and no client trains.
+    """
+    config, parts = method.context.config, method.parts
+    key, views = "train.cached_views", method.context.train.cached_views
+    if not views:
+        return None
+    shapes = {name: torch.empty(shape, device="meta") for name, shape in parts.shapes.items()}
+    part = find_frozen_part(parts, set(method.initial_broadcast(shapes).tensors) - set(method.trainable))
+    if part is None:
+        remedy = "must be 0: clients train or receive every layer of the model in each round"
+        raise ConfigError(key, views, f"{remedy} with {method.name} as configured; with fed-head only the head changes")
+    part.shape(method.context.net, method.context.train.mask_ratio)  # refuses models of which it is not known
+    if config.head.solve_every is not None and set(part.names) & set(parts.head):
+        raise ConfigError(
+            key, views, "must be 0 with head.solve_every: a head of these features standardises them anew each time"
+        )
+    return part
 
 
 def adapt_model(
@@ -538,6 +565,6 @@ def make_head_solver(context: MethodContext) -> Method[Any] | None:
     params = head_solver_params(context.config)
     if params is None:
         return None
-    whole_images = context.train.model_copy(update={"mask_ratio": 0.0})
+    whole_images = context.train.model_copy(update={"mask_ratio": 0.0, "cached_views": 0})
     own = {"method": params, "head": HeadConfig(), "train": whole_images}
     return make_method(params, replace(context, config=context.config.model_copy(update=own)))

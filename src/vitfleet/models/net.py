@@ -16,6 +16,7 @@ from vitfleet.message import Tensors
 from vitfleet.models.forward.batch_norm import MASK_NAME, replace_batch_norms, trained_batch_norms
 from vitfleet.models.forward.functional_vit import FunctionalViT
 from vitfleet.models.forward.module_call import call_module
+from vitfleet.models.forward.stacked_ops import linear
 from vitfleet.models.parts import KeptForward, ModelParts, PartPaths, find_parts, part_paths_of
 
 #: How several clients are stacked: by tensor operations of ours, by ``torch.vmap`` over the module, or not at all.
@@ -171,6 +172,11 @@ class Net:
         (weight, bias), width = self.linear_head, self.head_width
         identity = torch.eye(width, device=images.device), torch.zeros(width, device=images.device)
         return self.outputs({**weights, weight: identity[0], bias: identity[1]}, images, keep)
+
+    def logits_of(self, weights: Tensors, representation: Tensor) -> Tensor:
+        """Return the logits of inputs of the head, which is one linear layer."""
+        weight, bias = self.linear_head
+        return linear(representation, weights[weight], weights[bias])
 
     @property
     def linear_head(self) -> tuple[str, str]:

@@ -16,10 +16,11 @@ from vitfleet.message import Tensors
 from vitfleet.models.net import BatchStatistics, Net
 from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.samples import Samples, mask_other_tasks
+from vitfleet.training.views.frozen import FrozenPart, images_needed
 
 # Keys of the table `train` that no step depends on: they decide how many steps there are and at which learning rate,
-# and the learning rate is a tensor that is set before a training begins.
-SCHEDULE_KEYS = frozenset({"epochs", "lr", "schedule", "warmup_rounds"})
+# and the learning rate is a tensor that is set before a training begins. Views are samples of the batch.
+SCHEDULE_KEYS = frozenset({"epochs", "lr", "schedule", "warmup_rounds", "cached_views"})
 
 
 class ModelOutputs(NamedTuple):
@@ -45,6 +46,7 @@ class StepEngine:
     machine: ExecutionSettings
     class_to_task: Tensor | None  # the task of each class, [classes], where the task of an image is known
     parts_at_once: int  # parts of a set of stored samples whose gradients are computed together
+    frozen_part: FrozenPart | None = None  # what has made the views of samples that come as these
 
     @property
     def compiled(self) -> bool:
@@ -82,6 +84,12 @@ class StepEngine:
         """
         net, features = self._training_net, None
         with self.machine.autocast():
+            if samples.views is not None:
+                if perturbation is not None:
+                    raise images_needed("changes its input")
+                if depth is not None:
+                    raise images_needed("leaves layers out")
+                return self._forward_from_views(weights, samples.views, split, representation)
             if samples.features is not None:
                 assert split is not None
                 features = self._kept_tokens(samples.features, samples.keep)
@@ -99,11 +107,30 @@ class StepEngine:
                 outputs = net.outputs(weights, inputs, samples.keep, depth, statistics)
         return ModelOutputs(*net.split_outputs(outputs), features=features)
 
+    def _forward_from_views(
+        self, weights: Tensors, views: Tensor, split: int | None, representation: bool
+    ) -> ModelOutputs:
+        """Pass what the frozen part has computed through the rest of the model."""
+        assert self.frozen_part is not None
+        net, entered = self._training_net, self.frozen_part.split
+        if split not in (None, entered) or (representation and entered is not None):
+            raise images_needed("asks for tokens of other layers")
+        if entered is None:
+            outputs = net.logits_of(weights, views)
+            return ModelOutputs(*net.split_outputs(outputs), representation=views if representation else None)
+        outputs = net.forward_from(weights, views, entered)
+        return ModelOutputs(*net.split_outputs(outputs), features=None if split is None else views)
+
     def features(self, weights: Tensors, samples: Samples, split: int | None) -> Tensor:
         """Return the tokens that enter the block ``split``, or the input of the head, of stored images.
 
         What comes after it is not computed.
         """
+        if samples.views is not None:
+            assert self.frozen_part is not None
+            if split != self.frozen_part.split:
+                raise images_needed("asks for tokens of other layers")
+            return samples.views
         net = self._training_net
         with self.machine.autocast():
             inputs = self._inputs(samples, None)
@@ -130,11 +157,11 @@ class StepEngine:
         logits = mask_other_tasks(logits, labels, self.class_to_task).float()
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").reshape(labels.shape)
 
-    def with_config(self, config: TrainConfig) -> StepEngine:
+    def for_training(self, config: TrainConfig, frozen_part: FrozenPart | None) -> StepEngine:
         """Return the engine with other settings; a compiled model is shared."""
-        if config == self.config:
+        if config == self.config and frozen_part == self.frozen_part:
             return self
-        engine = replace(self, config=config)
+        engine = replace(self, config=config, frozen_part=frozen_part)
         for name in ("_training_net", "_training_preprocess"):
             engine.__dict__[name] = getattr(self, name)  # fills the cached property
         return engine
@@ -151,6 +178,7 @@ class StepEngine:
             and self.machine == other.machine
             and self.class_to_task is other.class_to_task
             and self.parts_at_once == other.parts_at_once
+            and self.frozen_part == other.frozen_part
             and self._step_settings() == other._step_settings()
         )
 

@@ -17,6 +17,7 @@ from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
 from vitfleet.models.parts import Selection
 from vitfleet.training.step import Step, cross_entropy_step
+from vitfleet.training.views.frozen import VIEWS, CachedViews
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,9 @@ class LocalTraining:
         purpose of its own: see :func:`vitfleet.randomness.own_purpose`.
     features
         Tokens to train on instead of the client's images.
+    views
+        What the frozen part of the model makes of the client's images, to train on instead; the trainer sets it
+        (``train.cached_views``).
     train
         The training settings, where they differ from the table ``[train]``.
     augment
@@ -133,6 +137,7 @@ class LocalTraining:
     sets: dict[str, SampleSet] = field(default_factory=dict)
     random: tuple[str, ...] = ()
     features: FeatureSet | None = None
+    views: CachedViews | None = None
     train: TrainConfig | None = None
     augment: bool = True
     score_samples: bool = False
@@ -155,14 +160,16 @@ class LocalTraining:
             "constants": self.constants,
             "kept": self.kept,
             "scratch": self.scratch,
+            "views": {} if self.views is None else {VIEWS: self.views.values},
             **{f"sets.{name}": samples.tensors() for name, samples in self.sets.items()},
         }
 
     def with_tensor_groups(self, groups: Mapping[str, Tensors]) -> LocalTraining:
         """Return the training with other tensors, in the groups of :meth:`tensor_groups`."""
         sets = {name: samples.with_tensors(groups[f"sets.{name}"]) for name, samples in self.sets.items()}
+        views = None if self.views is None else replace(self.views, values=groups["views"][VIEWS])
         own = {field.name: groups[field.name] for field in fields(self) if field.name in groups}
-        return replace(self, **own, sets=sets)  # type: ignore[arg-type]
+        return replace(self, **{**own, "views": views}, sets=sets)  # type: ignore[arg-type]
 
     def stacks_with(self, other: LocalTraining) -> bool:
         """Whether a client with the other training can be stacked with this one's."""
@@ -172,7 +179,8 @@ class LocalTraining:
         """Return what must be equal for trainings to be stacked: all but the values of tensors."""
         settings = (self.trainable, self.step, self.epochs, self.random, self.train, self.augment, self.score_samples)
         draws = {name: samples.draws for name, samples in self.sets.items()}
-        return *settings, draws, {name: tensors.keys() for name, tensors in self.tensor_groups().items()}
+        views = None if self.views is None else (self.views.part, self.views.count)
+        return *settings, draws, views, {name: tensors.keys() for name, tensors in self.tensor_groups().items()}
 
 
 @dataclass(frozen=True)

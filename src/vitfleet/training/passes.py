@@ -16,6 +16,7 @@ from vitfleet.models.forward.batch_norm import statistics_names
 from vitfleet.training.engine import ModelOutputs, StepEngine
 from vitfleet.training.samples import Loss, Outputs, Samples, mask_other_tasks
 from vitfleet.training.stacking.stack import Stack, vmap_over_clients
+from vitfleet.training.views.frozen import images_needed
 
 #: Returns the model's weights, composed of what trains and of the constants.
 Compose: TypeAlias = Callable[[Tensors, Tensors], Tensors]
@@ -184,8 +185,11 @@ class ClientModels:
         samples, axis, net = groups[0], self.axis, self.engine.net
         for other in groups[1:]:
             samples = samples.append(other, axis)
-        weights = {**self.weights.tensors, **(options.get("at") or {}), **leaves, **(statistics or {})}
-        if compose := options.get("compose"):
+        at, compose, part = options.get("at") or {}, options.get("compose"), self.engine.frozen_part
+        if samples.views is not None and part is not None and (compose or at.keys() & set(part.names)):
+            raise images_needed("passes it through a model with other weights in these layers")
+        weights = {**self.weights.tensors, **at, **leaves, **(statistics or {})}
+        if compose:
             composed = self.map(compose, dict(leaves), self.constants.tensors)
             weights = {**{name: weights[name] for name in net.parts.shapes if name in weights}, **composed}
         computed = self.engine.forward(

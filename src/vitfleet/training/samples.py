@@ -24,6 +24,7 @@ class Samples:
     positions: Tensor  # of the samples in the client's shard, or in the set, [batch]
     images: Tensor | None = None  # stored pixels, uint8 [batch, channels, height, width]
     features: Tensor | None = None  # in a training on features: the tokens that enter the model at the split
+    views: Tensor | None = None  # what the frozen part makes of each image, in a training on cached views
     # How each image is augmented, and which of its patches are kept; None: not at all, all of them.
     shift: Tensor | None = None
     flip: Tensor | None = None

@@ -40,6 +40,7 @@ from vitfleet.training.passes import ClientModels, Pass, PassOptions
 from vitfleet.training.random_numbers import normal_numbers
 from vitfleet.training.samples import Loss, Outputs, Parts, Samples, cross_entropy
 from vitfleet.training.stacking.stack import rows_at
+from vitfleet.training.views.frozen import VIEWS, images_needed
 
 if TYPE_CHECKING:
     from vitfleet.training.stacking.client_stack import ClientStack
@@ -113,6 +114,10 @@ class StepView:
 
     def _own_samples(self) -> Samples:
         tables, images = self._tables, self._stack.images
+        if tables.rows is not None:
+            views = rows_at(self._stack.inputs.views.tensors[VIEWS], tables.rows, self._models.stacked)
+            labels = images.labels[tables.image_indices]
+            return Samples(labels, tables.sample_weight, tables.shard_positions, views=views)
         if tables.features is None:
             indices = tables.image_indices
             return _samples(tables, images.images[indices], images.labels[indices], {})
@@ -263,7 +268,8 @@ class StepView:
 
     def zero_perturbation(self, samples: Samples) -> Tensor:
         """Return zeros in the shape and the type of the model's input."""
-        assert samples.images is not None
+        if samples.images is None:
+            raise images_needed("changes its input")
         preprocess = self._models.engine.preprocess
         shape = (*samples.images.shape[:-2], preprocess.image_size, preprocess.image_size)
         return torch.zeros(shape, dtype=preprocess.mean.dtype, device=samples.images.device)

@@ -30,6 +30,8 @@ from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.training.optimizers.optimizer import learning_rate
 from vitfleet.training.stacking.inputs import SERVER_CLIENT, ClientTraining, RngContext, stack_inputs
 from vitfleet.training.stacking.results import local_results
+from vitfleet.training.views.cache import ViewPlan, ViewStore, load_or_compute
+from vitfleet.training.views.frozen import FrozenPart
 
 ALL_PARTS = 1 << 30
 CAPTURED_WIDTH_MULTIPLE = 8  # samples; the width of a captured batch is rounded up, so that shapes recur
@@ -49,6 +51,8 @@ class Trainer:
     # Parts of a set of stored samples whose gradients are computed together: more are faster on a GPU, one takes the
     # least memory. By default all parts on a GPU, one on a CPU.
     parts_at_once: int | None = None
+    frozen_part: FrozenPart | None = None  # of the model, where clients keep what it makes of their images
+    view_store: ViewStore = field(default_factory=ViewStore)
     runners: RunnerCache = field(default_factory=RunnerCache)
     memory_budget: MemoryBudget = field(default_factory=MemoryBudget)
     feature_block: FeatureBlock = field(default_factory=FeatureBlock)
@@ -58,6 +62,12 @@ class Trainer:
         """What steps are computed with."""
         parts_at_once = self.parts_at_once or (1 if self.machine.device.type == "cpu" else ALL_PARTS)
         return StepEngine(self.net, self.preprocess, self.config, self.machine, self.class_to_task, parts_at_once)
+
+    def engine_for(self, training: LocalTraining) -> StepEngine:
+        """Return what the steps of a training are computed with."""
+        return self.engine.for_training(
+            training.train or self.config, None if training.views is None else training.views.part
+        )
 
     def execution_summary(self) -> ExecutionSummary:
         """Return the execution path of all trainings so far, of all trainers that share the runner cache."""
@@ -75,6 +85,22 @@ class Trainer:
 
         The trainings of a group of several stack, and each has at least one sample.
         """
+        return self._train_largest_first(self._on_cached_views(group))
+
+    def _on_cached_views(self, group: Sequence[ClientTraining]) -> Sequence[ClientTraining]:
+        """Return the trainings on cached views of the images, if they can be; views that are missing are computed."""
+        first, device = group[0], self.machine.device
+        train, bf16 = first.training.train or self.config, self.machine.bf16
+        plan = ViewPlan.of(first.training, self.frozen_part, train, self.augment, bf16) if len(first) else None
+        if plan is None:
+            return group
+        views = load_or_compute(plan, group, self.view_store, self.net, device, self._train_largest_first)
+        return [
+            replace(client, training=plan.on_views(client.training, values))
+            for client, values in zip(group, views, strict=True)
+        ]
+
+    def _train_largest_first(self, group: Sequence[ClientTraining]) -> list[LocalResult]:
         # Sorted by falling size, the clients that have a step are always the first ones, and the others are left out.
         order = sorted(range(len(group)), key=lambda index: -len(group[index]))
         results = dict(zip(order, self._train_within_memory([group[index] for index in order]), strict=True))
@@ -101,7 +127,7 @@ class Trainer:
     def _train(self, group: Sequence[ClientTraining]) -> list[LocalResult]:
         training = group[0].training
         config = training.train or self.config
-        engine = self.engine.with_config(config)
+        engine = self.engine_for(training)
         lr = learning_rate(config, group[0].rng.round, self.rounds)
         inputs = stack_inputs(group, self.net, self.machine.device)
         if not len(group[0]):
@@ -136,9 +162,11 @@ class Trainer:
     ) -> EpochBatches:
         """Draw an epoch of every client, and arrange the clients' batches side by side."""
         training = group[0].training
-        features = training.features
+        features, views = training.features, training.views
+        sees_images = features is None and views is None
         if features is None:
-            num_patches, num_tokens_kept = self.net.num_patches, self.net.num_kept_patches(config.mask_ratio)
+            num_patches = self.net.num_patches
+            num_tokens_kept = num_patches if views else self.net.num_kept_patches(config.mask_ratio)
         else:
             num_patches = features.num_tokens - self.net.num_prefix_tokens
             num_tokens_kept = num_kept(num_patches, features.token_dropout)
@@ -150,12 +178,13 @@ class Trainer:
                 client.rng.first_epoch + epoch,
                 samples=len(client),
                 image_size=client.shard.images.image_size,
-                # Features were computed from images that were already augmented and masked.
-                augment=self.augment if features is None and training.augment else AugmentConfig(),
+                # Features and views were computed from images that were already augmented and masked.
+                augment=self.augment if sees_images and training.augment else AugmentConfig(),
                 num_patches=num_patches,
                 num_kept=num_tokens_kept,
                 drawn={name: (stored.sizes[0], stored.draws) for name, stored in client.training.drawn_sets().items()},
                 random=training.random,
+                cached_views=0 if views is None else views.count,
             )
             for client in group
         ]

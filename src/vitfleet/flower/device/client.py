@@ -39,13 +39,14 @@ from vitfleet.flower.device.limits import (
     describe_run,
     within_limits,
 )
-from vitfleet.flower.device.storage import ClientStorage
+from vitfleet.flower.device.storage import ClientStorage, StoredViews
 from vitfleet.flower.transport.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import Payload, State, Tensors, to_device
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.models.net import Net
 from vitfleet.run.output.model_file import DataInfo, model_info, model_size, write_model
 from vitfleet.training.evaluator import Evaluator
+from vitfleet.training.execution.memory_budget import views_bytes_limit
 from vitfleet.training.execution.settings import set_up_execution
 from vitfleet.wire import encoded_size
 
@@ -236,6 +237,10 @@ class FlowerClient:
             device = set_up_execution(self.machine, net.embed_dim).device
             check_round(config, run_spec, net, data.train.labels.cpu().numpy(), product_speed(device), self.limits)
             setup = _set_up_client(config, run_spec, client, data, self.machine)
+            trainer, device = setup.runtime.trainer, setup.device
+            storage = ClientStorage.of_run(self.root, run_spec.run_id)
+            views = StoredViews(storage, self.limits.disk_mb, device, views_bytes_limit(device))
+            setup = replace(setup, runtime=replace(setup.runtime, trainer=replace(trainer, view_store=views)))
             cached = self._cached = _CachedSetup(run_spec, client, data, setup)
         return cached.setup
 

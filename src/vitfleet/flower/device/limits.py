@@ -67,6 +67,7 @@ class ClientLimits(Table):
     seconds_per_round: int = Field(
         3600, ge=1, description="seconds that a round takes, roughly; one that takes twice as long is ended"
     )
+    cached_views: int = Field(100, ge=0, description="views of every image that are kept as frozen layers compute them")
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> ClientLimits:
@@ -104,6 +105,7 @@ def check_run(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None:
             "tasks": tasks.count if tasks else None,
             "stored_share": work.stored_share,
             "shown_share": work.shown_share,
+            "cached_views": work.cached_views,
         },
         limits,
     )

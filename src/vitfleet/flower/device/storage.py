@@ -1,4 +1,4 @@
-"""A client's files of one run: the base message it received, its state after the latest rounds, and its own model.
+"""A client's files of one run: the base message, its state after the latest rounds, cached views, and its own model.
 
 Each run has a folder. A state file is named after its round. Every request from the server names the last round whose
 reply it accepted, and the client continues from its state after that round. So a round whose reply was late, lost or
@@ -14,10 +14,16 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from vitfleet.data.images import Shard
 from vitfleet.errors import RefusedRequestError, UserError
 from vitfleet.files import MODEL_FILE
 from vitfleet.message import Message, State
-from vitfleet.wire import PayloadType, read_payload, write_payload
+from vitfleet.training.views.cache import ViewStore, digest
+from vitfleet.training.views.frozen import VIEWS
+from vitfleet.wire import PayloadType, encoded_size, read_payload, write_payload
 
 MEGABYTE = 1_000_000
 IMAGES_FOLDER = "images"  # of the cache of decoded images, in the folder of all runs
@@ -78,6 +84,19 @@ class ClientStorage:
         for path in set(self.folder.glob("after-*")) - needed:
             path.unlink()
 
+    def load_views(self, version: str) -> Tensor | None:
+        """Return the cached views of a version; ``None`` if there are none, or others."""
+        views = self._read(State, self._views_path(version))
+        return None if views is None else views.tensors[VIEWS]
+
+    def save_views(self, version: str, views: Tensor, limit_mb: int) -> None:
+        """Write cached views in the place of all others, if the owner's limit leaves room for them."""
+        for path in self.folder.glob("views-*"):
+            path.unlink()
+        state = State({VIEWS: views.cpu()})
+        self.check_room(encoded_size(state), limit_mb)
+        write_payload(self._views_path(version), state)
+
     @property
     def model_path(self) -> Path:
         """File of the client's own whole model, as it trained it last."""
@@ -94,8 +113,42 @@ class ClientStorage:
     def _state_path(self, round: int) -> Path:
         return self.folder / f"after-{round:06d}.safetensors"
 
+    def _views_path(self, version: str) -> Path:
+        return self.folder / f"views-{version}.safetensors"
+
     def _read(self, kind: type[PayloadType], path: Path) -> PayloadType | None:
         try:
             return read_payload(kind, path)
         except (FileNotFoundError, UserError):  # a damaged file counts as missing: the server sends its content again
             return None
+
+
+class StoredViews(ViewStore):
+    """Cached views in a client's storage of a run: they outlast the process, within the owner's limit."""
+
+    def __init__(self, storage: ClientStorage, limit_mb: int, device: torch.device, max_bytes: float) -> None:
+        super().__init__(max_bytes)
+        self.storage = storage
+        self.limit_mb = limit_mb
+        self.device = device
+        self._digest_of_images: tuple[Tensor, str] | None = None
+
+    def images_version(self, shard: Shard) -> str:
+        """Return a hash of the images: those of another process may be others."""
+        images = shard.images.images
+        if self._digest_of_images is None or self._digest_of_images[0] is not images:
+            self._digest_of_images = images, digest(images)
+        return f"{self._digest_of_images[1]} {digest(shard.index)}"
+
+    def load(self, version: str) -> Tensor | None:
+        """Return the views of a version, from memory or from the file."""
+        held = super().load(version)
+        if held is not None:
+            return held
+        stored = self.storage.load_views(version)
+        return None if stored is None else stored.to(self.device)
+
+    def save(self, version: str, shard: Shard, values: Tensor) -> None:
+        """Keep views in memory and in a file."""
+        self.storage.save_views(version, values, self.limit_mb)
+        super().save(version, shard, values)

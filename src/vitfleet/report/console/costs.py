@@ -56,7 +56,7 @@ def print_costs(
     if len(reports) > 1 and len(devices) <= MAX_DEVICE_COLUMNS:
         console.print(round_times_table(reports, devices))
         console.print()
-    for line in [*head_lines(reports), *remedy_lines(reports, remedies)]:
+    for line in [*head_lines(reports), *views_lines(reports), *remedy_lines(reports, remedies)]:
         console.print(line, highlight=False, markup=False)
 
 
@@ -101,6 +101,16 @@ def head_lines(reports: Sequence[CostReport]) -> Iterator[str]:
                 f"{report.method}: the head is solved {head.times} times in a run; for it every client computes "
                 f"{head.gflops:,.3g} GFLOPs in {format_bytes(head.peak_memory_bytes)} of memory and sends "
                 f"{format_bytes(head.up_bytes)} each time"
+            )
+
+
+def views_lines(reports: Sequence[CostReport]) -> Iterator[str]:
+    """Yield what cached views cost a client, for each method with which it keeps any."""
+    for report in reports:
+        if (views := report.views) is not None:
+            yield (
+                f"{report.method}: in its first round a client computes {views.views} views of its images once, "
+                f"{views.gflops:,.3g} GFLOPs, and keeps {format_bytes(views.kept_bytes)}"
             )
 
 

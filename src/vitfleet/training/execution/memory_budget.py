@@ -22,6 +22,7 @@ GPU_SHARE_VARIABLE = "VITFLEET_GPU_SHARE"  # the share of a GPU's memory for eac
 # How errors that are not of torch's own class say that memory is full.
 FULL_MEMORY = ("error: out of memory", "backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "[CUDA]: out of memory")
 CAPTURED_FRACTION = 0.5  # of the memory of a run: no more of it is kept for the tensors of captured steps
+VIEWS_FRACTION = 0.25  # of the memory of a run: no more of it is kept for cached views
 CONTEXT_BYTES = 2**29  # of a GPU's memory that a process takes in addition to what torch allocates, roughly
 
 
@@ -86,6 +87,14 @@ def captured_bytes_limit(device: torch.device) -> float:
         return math.inf
     total = torch.cuda.get_device_properties(device).total_memory
     return CAPTURED_FRACTION * memory_fraction(total) * total
+
+
+def views_bytes_limit(device: torch.device) -> float:
+    """Return how much memory cached views may take, of a GPU or of the machine."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return VIEWS_FRACTION * memory_fraction(total) * total
+    return VIEWS_FRACTION * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

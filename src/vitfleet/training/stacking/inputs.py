@@ -15,6 +15,7 @@ from vitfleet.models.net import Net
 from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining, SampleSet
 from vitfleet.training.stacking.stack import Stack, stack, unpad, unstacked
+from vitfleet.training.views.frozen import VIEWS
 
 SERVER_CLIENT = -2  # the client number in the random addresses of the server's own trainings
 PART_WIDTH_MULTIPLE = 8  # samples
@@ -53,12 +54,13 @@ class StackInputs:
     constants: Stack
     kept: Stack
     scratch: Stack
+    views: Stack  # cached views, if the clients train on these; no step changes them
     sets: dict[str, Stack]  # stored samples, padded to common sizes; padding has no weight and is never drawn
     widths: dict[str, tuple[int, ...]]  # of each set, how many samples of each part are computed, with padding
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors."""
-        for group in (*self._copied, self.kept, self.scratch):
+        for group in (*self._copied, self.kept, self.scratch, self.views):
             yield from group.tensors.values()
 
     def first(self, count: int) -> StackInputs:
@@ -85,6 +87,7 @@ class StackInputs:
             function(self.constants),
             function(self.kept),
             function(self.scratch),
+            function(self.views),
             {name: function(stored) for name, stored in self.sets.items()},
             self.widths,
         )
@@ -97,6 +100,8 @@ class StackInputs:
             if target.shape != source.shape:
                 target.zero_()
             unpad(target, like=source).copy_(source)
+        for name, source in other.views.tensors.items():  # what is padding is never read
+            unpad(self.views.tensors[name], like=source).copy_(source)
         if self.scratch.tensors:
             torch._foreach_zero_(list(self.scratch.tensors.values()))
         for mine, others in zip(self._copied, other._copied, strict=True):
@@ -111,15 +116,17 @@ class StackInputs:
             for name, tensor in stack.tensors.items()
         ]
         padded = [
-            (name, name in self.kept.stacked_names, tensor.dim(), tensor.dtype)
-            for name, tensor in self.kept.tensors.items()
+            (name, name in stack.stacked_names, tensor.dim(), tensor.dtype)
+            for stack in (self.kept, self.views)
+            for name, tensor in stack.tensors.items()
         ]
         return [*fixed, *padded]
 
     def covers(self, other: StackInputs) -> bool:
-        """Whether other inputs fit into these: the kept tensors, and the parts of sets without too much padding."""
-        for name, tensor in other.kept.tensors.items():
-            mine = self.kept.tensors[name].shape
+        """Whether other inputs fit into these: kept tensors, views, and the parts of sets without too much padding."""
+        mine_by_name = {**self.kept.tensors, **self.views.tensors}
+        for name, tensor in {**other.kept.tensors, **other.views.tensors}.items():
+            mine = mine_by_name[name].shape
             if any(size < needed for size, needed in zip(mine, tensor.shape, strict=True)):
                 return False
         return all(_widths_cover(widths, other.widths[name]) for name, widths in self.widths.items())
@@ -152,6 +159,7 @@ def stack_inputs(group: Sequence[ClientTraining], net: Net, device: torch.device
             constants=unstacked(dict(first.constants)),
             kept=unstacked({name: tensor.clone() for name, tensor in first.kept.items()}),
             scratch=unstacked(scratch),
+            views=unstacked(_view_tensors(first)),
             sets={name: unstacked(tensors) for name, (tensors,) in padded.items()},
             widths=widths,
         )
@@ -165,6 +173,7 @@ def stack_inputs(group: Sequence[ClientTraining], net: Net, device: torch.device
         constants=stack([training.constants for training in trainings]),
         kept=stack([training.kept for training in trainings], share=False),
         scratch=_stacked_scratch(trainings, device),
+        views=stack([_view_tensors(training) for training in trainings], share=False),
         sets={name: stack(tensors, share=False) for name, tensors in padded.items()},
         widths=widths,
     )
@@ -178,6 +187,11 @@ def _stacked_scratch(trainings: Sequence[LocalTraining], device: torch.device) -
         largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
         tensors[name] = torch.zeros(len(trainings), *largest, dtype=like.dtype, device=device)
     return Stack(tensors, frozenset(tensors))
+
+
+def _view_tensors(training: LocalTraining) -> dict[str, Tensor]:
+    """Return the cached views of a client, if it trains on these."""
+    return {} if training.views is None else {VIEWS: training.views.values}
 
 
 def part_widths(sets: Sequence[SampleSet]) -> tuple[int, ...]:
