@@ -76,6 +76,8 @@ class RunState:
         Sizes of the updates that were used in the last round: those of the next round are compared with them.
     moments
         What the server optimiser keeps. Methods do not see it, so no message has it.
+    last_head
+        The tensors of the head of ``[head.last]``, once it is solved; the server's state has the one that trained.
     stop_reason
         Why the run was stopped early; ``None`` if it was not.
     awaits_start
@@ -92,6 +94,7 @@ class RunState:
     in_flight: InFlight = field(default_factory=InFlight)
     update_sizes: tuple[float, ...] = ()
     moments: State = field(default_factory=State)
+    last_head: State = field(default_factory=State)
     stop_reason: str | None = None
     awaits_start: bool = False
 

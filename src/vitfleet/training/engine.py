@@ -100,7 +100,7 @@ class StepEngine:
         return ModelOutputs(*net.split_outputs(outputs), features=features)
 
     def features(self, weights: Tensors, samples: Samples, split: int | None) -> Tensor:
-        """Return the tokens that enter the block ``split``, or the input of the head, of stored images.
+        """Return the tokens that enter the block ``split``, or what the head sees, of stored images.
 
         What comes after it is not computed.
         """

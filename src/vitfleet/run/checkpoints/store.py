@@ -44,7 +44,8 @@ from vitfleet.run.checkpoints.manifest import (
 from vitfleet.run.state import InFlight, RunState, is_past_state
 from vitfleet.wire import parse_numbers, read_payload, write_payload
 
-_MOMENTS = "moments"  # name of the part of a stored server state that holds the server optimiser's
+# Names of parts of a stored server state: what the server optimiser keeps, and the head of ``[head.last]``
+_MOMENTS, _LAST_HEAD = "moments", "last-head"
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,11 @@ class StoredStates:
     def server(self) -> State:
         """Read the server's state, without its separately stored parts."""
         return _read_state(self.folder / self.manifest.server)
+
+    def last_head(self) -> State | None:
+        """Read the head of ``[head.last]``; ``None`` before it is solved."""
+        name = self.manifest.parts.get(_LAST_HEAD)
+        return None if name is None else _read_state(self.folder / name)
 
     def client(self, client: int) -> State | None:
         """Read a client's state; ``None`` if it has none."""
@@ -162,10 +168,11 @@ class Checkpoints:
         manifest = self.latest
         parts = {key: self._map(name) for key, name in manifest.parts.items()}
         self._parts = {
-            key: part.to(device) if is_past_state(key) or key == _MOMENTS else part for key, part in parts.items()
+            key: part.to(device) if is_past_state(key) or key in (_MOMENTS, _LAST_HEAD) else part
+            for key, part in parts.items()
         }
         parts = dict(self._parts)
-        moments = parts.pop(_MOMENTS, State())
+        moments, last_head = parts.pop(_MOMENTS, State()), parts.pop(_LAST_HEAD, State())
         stored = replace(self.read(manifest.server).to(device), parts=parts)
         server, in_flight = InFlight.unpack(stored, manifest.virtual_seconds)
         return RunState(
@@ -177,6 +184,7 @@ class Checkpoints:
             in_flight=in_flight,
             update_sizes=tuple(manifest.update_sizes),
             moments=moments,
+            last_head=last_head,
             stop_reason=manifest.stop_reason,
         )
 
@@ -196,8 +204,9 @@ class Checkpoints:
                 clients[client] = f"client-{client:06d}-round-{state.round:06d}.safetensors"
                 files[clients[client]] = client_state
         stored = state.in_flight.pack(state.server)
-        if state.moments.tensors:
-            stored = replace(stored, parts={**stored.parts, _MOMENTS: state.moments})
+        own_parts = {_MOMENTS: state.moments, _LAST_HEAD: state.last_head}
+        more = {key: part for key, part in own_parts.items() if part.tensors}
+        stored = replace(stored, parts={**stored.parts, **more})
         parts = self._part_files(stored, state.round)
         written = self.latest.files() if self.latest else set()
         files |= {name: stored.parts[key] for key, name in parts.items() if name not in written}
