@@ -74,10 +74,18 @@ KEYS: Mapping[str, Any] = {
     "machine.precision": "fp32",
     "machine.workers": 1,
 }
+OF_DATA = {
+    "method.solver": "ridge",
+    "method.features": "both",
+    "method.project": 60,
+    "method.standardize": "data",
+}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "lda": {},
     "ridge of all tokens": {"method.solver": "ridge", "method.features": "both", "method.blocks": 3},
     "random features": {"method.solver": "ridge", "method.features": "both", "method.project": 60},
+    "random features of data": {**OF_DATA, "rounds": 2},
+    "random features of data, sent": {**OF_DATA, "method.send": "features"},
     "means": {"method.solver": "means"},
     "means-covariance": {"method.solver": "means-covariance"},
     "features": {"method.send": "features"},
@@ -178,7 +186,7 @@ def test_clients_that_come_later_add_their_sums(kind: str, tmp_path: Path) -> No
     assert not any(client.down_bytes > 1000 for record in records[6:] for client in record.clients)
 
 
-@pytest.mark.parametrize("kind", ["lda", "held-out"])
+@pytest.mark.parametrize("kind", ["lda", "held-out", "random features of data", "random features of data, sent"])
 def test_an_interrupted_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     keys = {**KINDS[kind], "rounds": 4, "fleet.per_round": 3}
     whole = train(tmp_path / "whole", keys)
@@ -188,7 +196,17 @@ def test_an_interrupted_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -
     assert digest(resumed.path) == digest(whole.path)
 
 
-@pytest.mark.parametrize("kind", ["ridge of all tokens", "random features", "features", "held-out"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ridge of all tokens",
+        "random features",
+        "random features of data",
+        "random features of data, sent",
+        "features",
+        "held-out",
+    ],
+)
 def test_flowers_clients_send_the_same_bits(kind: str, tmp_path: Path) -> None:
     overrides = {**KEYS, "method.name": "closed-form", **KINDS[kind], "rounds": 2, "fleet.per_round": 4}
     config = load_config("digits", overrides)
@@ -333,6 +351,7 @@ def test_a_forgotten_client_is_as_if_it_had_never_taken_part(
     ("keys", "clients", "reason"),
     [
         ({"method.regularization": "held-out", "rounds": 2}, [0], "have chosen the head"),
+        ({**OF_DATA, "rounds": 2}, [0], "are in what all sums are of"),
         ({}, [7], "has sent nothing"),
         ({}, [0, 1, 2, 3, 4], "no images remain"),
     ],
@@ -484,7 +503,7 @@ def test_what_a_client_sends_by_hand(tiny_net: Net, make_shard: MakeShard, make_
     features = tiny_net.outputs_and_representation(weights, images, None, None)[1]
     if send == "features":
         torch.testing.assert_close(message.tensors[FEATURES], features.half(), rtol=1e-3, atol=1e-3)
-    received, expected = method.received(message), Sums.of(features, shard.labels, CLASSES)
+    (received, _), expected = method.received(message, {}), Sums.of(features, shard.labels, CLASSES)
     torch.testing.assert_close(
         received.tensors(), expected.tensors(), rtol=1e-3, atol=1e-2 if send == "features" else 1e-5
     )
@@ -513,6 +532,16 @@ def test_a_temperature_divides_the_logits(tiny_net: Net) -> None:
         ({"aggregate": {"norm_factor": 3.0}}, "not to sums"),
         ({"server": {"lr": 0.5}}, "has no effect"),
         ({"rounds": 1, "method": {"name": "closed-form", "regularization": "held-out"}}, "clients are asked twice"),
+        (
+            {"rounds": 1, "method": {"name": "closed-form", "project": 9, "standardize": "data"}},
+            "standardize = data: clients are asked twice",
+        ),
+        ({"method": {"name": "closed-form", "standardize": "data"}}, "is for random features"),
+        (
+            {"method": {"name": "closed-form", "project": 9, "standardize": "data", "regularization": "held-out"}},
+            "cannot be with regularization",
+        ),
+        ({"head": {"start": "closed-form", "project": 9, "standardize": "data"}, "method": {}}, "head.send = features"),
     ],
 )
 def test_what_cannot_be_solved_is_refused(tables: dict[str, Any], reason: str) -> None:

@@ -33,8 +33,8 @@ from vitfleet.methods.closed_form.sums import (
     COUNTS,
     SCATTER,
     Sums,
+    received_features,
     received_sums,
-    sums_of_received_features,
 )
 from vitfleet.methods.reported import RejectedUpdateError
 
@@ -127,7 +127,7 @@ def test_what_is_sent_in_fewer_bits_is_nearly_the_same(dtype: str) -> None:
 def test_sums_of_features_in_fp16_are_nearly_those_of_the_features() -> None:
     features, labels = make_features()
     message = {"features": features.half(), "labels": labels.to(torch.int16)}
-    received = sums_of_received_features(message, NUM_CLASSES, WIDTH, True, CPU)
+    received = Sums.of(*received_features(message, NUM_CLASSES, WIDTH, CPU), NUM_CLASSES)
     exact = Sums.of(features, labels, NUM_CLASSES)
     assert received.gram is not None
     assert exact.gram is not None
@@ -190,7 +190,7 @@ def test_what_cannot_be_sums_is_rejected(message: dict[str, Tensor], reason: str
 )
 def test_what_cannot_be_features_is_rejected(features: Tensor, labels: Tensor, reason: str) -> None:
     with pytest.raises(RejectedUpdateError, match=reason):
-        sums_of_received_features({"features": features, "labels": labels}, NUM_CLASSES, WIDTH, True, CPU)
+        received_features({"features": features, "labels": labels}, NUM_CLASSES, WIDTH, CPU)
 
 
 # Solvers

@@ -15,7 +15,15 @@ from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.net import Net
-from vitfleet.models.variants.wide_head import SCALE, SHIFT, HeadFeatures, WideHeadViT, draw_projection, widen_head
+from vitfleet.models.variants.wide_head import (
+    SCALE,
+    SHIFT,
+    HeadFeatures,
+    WideHeadViT,
+    draw_projection,
+    expand,
+    widen_head,
+)
 from vitfleet.models.zoo import build_model
 
 TIMM = ModelConfig(name="vit_tiny_patch16_224", image_size=32, patch_size=8, depth=3)
@@ -75,7 +83,9 @@ def test_what_the_head_sees_by_hand(name: str) -> None:
     vit.load_state_dict(weights, strict=False)
     expected = by_hand(vit, features, images)
     assert net.head_width == expected.shape[1]
-    torch.testing.assert_close(net.representation(weights, images, None), expected, rtol=1e-4, atol=1e-4)
+    seen = net.representation(weights, images, None)
+    shift, scale = weights[SHIFT], weights[SCALE]
+    torch.testing.assert_close(expand(seen, shift, scale, vit.head.projection), expected, rtol=1e-4, atol=1e-4)
     logits = expected @ weights["head.weight"].T + weights["head.bias"]
     torch.testing.assert_close(net(weights, images), logits, rtol=1e-4, atol=1e-4)
     both = net.outputs_and_representation(weights, images, None, None)
@@ -133,7 +143,7 @@ def test_random_features_are_of_entries_of_like_size(tmp_path: Path) -> None:
     initial, vit = net.initial_weights(), net.module.vit
     images = torch.rand(64, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
     assert isinstance(net.functional, WideHeadViT)
-    seen = net.functional.unstandardised({**initial, **dict(vit.named_buffers())}, images)
+    seen = net.functional.representation({**initial, **dict(vit.named_buffers())}, images, None)
     assert float(seen.std(dim=0).max()) > 100
     standardised = (seen - initial[SHIFT]) * initial[SCALE]
     assert float(standardised.std(dim=0).max()) < 10
@@ -182,9 +192,7 @@ def test_means_are_of_kept_patches_without_prompts() -> None:
     normed = [F.layer_norm(tokens, (192,), eps=1e-6) for tokens in without[:2]]
     normed.append(F.layer_norm(without[2], (192,), weights["norm.weight"], weights["norm.bias"], 1e-6))
     seen = torch.cat([*(tokens[:, 0] for tokens in normed), *(tokens[:, 1:].mean(dim=1) for tokens in normed)], dim=1)
-    torch.testing.assert_close(
-        net.representation(weights, images, keep), (seen - weights[SHIFT]) * weights[SCALE], rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(net.representation(weights, images, keep), seen, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["swin", "pvt", "pit", "cait"])

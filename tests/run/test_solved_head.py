@@ -277,7 +277,7 @@ def test_a_client_whose_own_images_count_more_has_a_head_of_its_own(tmp_path: Pa
     assert not equal(solved, solved_head(state.server, None))
 
 
-@pytest.mark.parametrize("name", ["fed-full", "eftvit", "fedper"])
+@pytest.mark.parametrize("name", ["fed-full", "eftvit", "eftvit, frozen", "fedper"])
 def test_a_frozen_head_stays_as_it_is(name: str, tmp_path: Path) -> None:
     servers = KeepServer()
     train(name, tmp_path / "run", START, {"head.freeze_rounds": 1}, callbacks=[servers])

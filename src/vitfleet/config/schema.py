@@ -21,7 +21,7 @@ from vitfleet.config.base import (
 )
 from vitfleet.config.data import AugmentConfig, DataConfig, TasksConfig
 from vitfleet.config.fleet import BufferedSchedule, FleetConfig
-from vitfleet.config.head import HeadConfig
+from vitfleet.config.head import HeadConfig, HeadSolver
 from vitfleet.config.registry import (
     AGGREGATIONS,
     CALLBACKS,
@@ -107,6 +107,12 @@ class Config(Table):
         """Return the index of the task that is learned in a round; 0 without a task stream."""
         return self.data.tasks.task_index(round) if self.data.tasks else 0
 
+    def of_last_head(self) -> Config | None:
+        """Return the configuration of the model that ends the run, where ``head.last`` gives it another head."""
+        if self.head.last is None:
+            return None
+        return self.model_copy(update={"head": HeadConfig(**self.head.last.model_dump(), solve_last=True)})
+
     @model_validator(mode="before")
     @classmethod
     def _rounds_of_tasks(cls, tree: Any) -> Any:
@@ -189,13 +195,24 @@ class Config(Table):
                 head.solve_last,
                 "must be left out with data.tasks, as head.solve_every: images of earlier tasks are gone",
             )
-        if head.regularization == "held-out":
-            raise ConfigError(
-                "head.regularization", head.regularization, "asks clients twice; choose auto or a number in this table"
-            )
+        _check_asks_once("head", head)
         if head.solve_every is not None and isinstance(self.fleet.schedule, BufferedSchedule):
             remedy = "needs rounds that end for all clients; choose another fleet.schedule.kind, or head.solve_last"
             raise ConfigError("head.solve_every", head.solve_every, remedy)
+        return self
+
+    @model_validator(mode="after")
+    def _last_head_can_be_solved(self) -> Config:
+        """Check the table ``[head.last]``."""
+        head, method = self.head, METHODS[self.method.name].target
+        if head.last is None:
+            return self
+        if not head.solve_last:
+            raise ConfigError("head.solve_last", False, "must be true with head.last, which says how it is solved")
+        _check_asks_once("head.last", head.last)
+        if not method.takes_last_head(self.method):
+            remedy = f"with {self.method.name} clients have heads of their own; leave the table head.last out"
+            raise ConfigError("head.last.features", head.last.features, remedy)
         return self
 
     @model_validator(mode="after")
@@ -210,6 +227,8 @@ class Config(Table):
             )
         if head.solver == "means-covariance":
             raise ConfigError(key, head.own_weight, "must be 1 with means-covariance: its sums cannot be weighted")
+        if head.standardize == "data":
+            raise ConfigError(key, head.own_weight, "must be 1 with standardize = data")
         return self
 
     @model_validator(mode="after")
@@ -225,6 +244,16 @@ class Config(Table):
             f"has no effect: with {self.method.name} as configured the server averages no weights; leave the table "
             "[server] out",
         )
+
+
+def _check_asks_once(table: str, solver: HeadSolver) -> None:
+    """Refuse a solver in the table ``[head]`` that would ask clients twice."""
+    if solver.regularization == "held-out":
+        remedy = "asks clients twice; choose auto or a number in this table"
+        raise ConfigError(f"{table}.regularization", solver.regularization, remedy)
+    if solver.asks_twice:
+        remedy = f"asks clients twice with {table}.send = sums; choose {table}.send = features"
+        raise ConfigError(f"{table}.standardize", solver.standardize, remedy)
 
 
 __all__ = [

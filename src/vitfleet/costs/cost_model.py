@@ -159,16 +159,19 @@ class CostModel:
     def late_round(self, labels: Sequence[NDArray[np.int64]]) -> DryRun:
         """Dry-run the most expensive round of a client: its second one in the last task, after a round in every task.
 
-        ``labels`` are those of the client's images in each task.
+        ``labels`` are those of the client's images in each task. A round that trains nothing, because it goes on with
+        what the one before has computed, has its trainings.
         """
         client_state: State | None = None
+        trainings: list[LocalTraining] = []
         for position in range(len(labels) + 1):
             task_index = min(position, len(labels) - 1)
             first_task = 0 if self.method.accumulates_tasks else task_index
             task_labels = np.concatenate(labels[first_task : task_index + 1])
             dry_run_result = self._dry_run(task_labels, self.method.cost_round, 0, task_index, client_state)
             client_state = dry_run_result.kept_state()
-        return dry_run_result
+            trainings = dry_run_result.trainings or trainings
+        return replace(dry_run_result, trainings=trainings)
 
     def kept_state(self, client_metrics: Numbers) -> State | None:
         """Return what a client keeps, by the numbers of its last update: tensors without values; ``None``: nothing."""
@@ -194,9 +197,10 @@ class CostModel:
         with self._explained():
             counted = [self.counter.step(one, kind_of_step(one.step, 0)).per_sample for one in trainings]
         trained = sum(one.epochs for one in seen if one.trainable) or sum(one.epochs for one in seen)
+        whole = sum(flops.training * one.epochs for flops, one in zip(counted, trainings, strict=True))
         return Flops(
             sum(flops.forward * one.epochs for flops, one in zip(counted, trainings, strict=True)) // trained,
-            sum(flops.training * one.epochs for flops, one in zip(counted, trainings, strict=True)) // trained,
+            (whole + dry_run_result.update.image_flops) // trained,
         )
 
     @contextmanager
@@ -215,7 +219,7 @@ class CostModel:
 
     def round_flops(self, dry_run_result: DryRun, samples: int) -> int:
         """Count the operations of a client's whole round: all passes of all steps, and the scoring of its samples."""
-        return self.training_flops(dry_run_result.computed, samples)
+        return self.training_flops(dry_run_result.computed, samples) + samples * dry_run_result.update.image_flops
 
     def training_flops(self, trainings: Sequence[LocalTraining], samples: int) -> int:
         """Count the operations of trainings on so many samples."""

@@ -252,7 +252,7 @@ class _RunWork:
             config.rounds * per_round
             + seen * of_views
             + _server_flops(config, size, method, net)
-            + _head_flops(config, size, method, net),
+            + sum(_head_flops(each, size) for each in (config, config.of_last_head()) if each is not None),
             server_bytes=2 * weights + moments + features + seen * late.views_bytes,
             # Two checkpoints with the server's weights and moments, the model at the end, and what every client
             # received once.
@@ -291,11 +291,13 @@ def _evaluation_passes(config: Config, size: DatasetSize, method: Method[Any], l
     return models * size.test_samples / config.eval.every + local
 
 
-def _head_flops(config: Config, size: DatasetSize, method: Method[Any], net: Net) -> float:
+def _head_flops(config: Config, size: DatasetSize) -> float:
     """Return the operations of all clients for solving the head."""
-    solver = make_head_solver(method.context)
-    if solver is None or _remote(config):
+    if not config.head.is_solved or _remote(config):
         return 0.0
+    method, net = cost_method(config, size)
+    solver = make_head_solver(method.context)
+    assert solver is not None
     cost_model = CostModel(solver, net, solver.context.train, size.image_size)
     passes = cost_model.dry_run(1, 0, np.arange(size.num_classes))
     return config.head.times_solved(config.rounds) * float(cost_model.round_flops(passes, size.samples))

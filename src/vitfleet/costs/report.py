@@ -88,6 +88,9 @@ class CostReport:
         What solving the head costs besides the rounds; ``None`` if it is never solved.
     views
         What cached views cost a client in its first round alone; ``None`` if it keeps none.
+    head, last_head
+        What solving the head costs besides the rounds, and the one that ends the run where that is another; ``None`` if
+        it is never solved.
     """
 
     method: str
@@ -110,6 +113,7 @@ class CostReport:
     devices: dict[DeviceName, dict[str, Any]]
     head: HeadCost | None = None
     views: ViewsCost | None = None
+    last_head: HeadCost | None = None
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ def _cost_report(
     samples = len(labels[-1])
     round_flops = cost_model.round_flops(dry_run_result, samples)
     workload = RoundWorkload(down_bytes, round_flops, up_bytes)
-    work = declared_work(config)
+    work, last = declared_work(config), config.of_last_head()
     return CostReport(
         method=config.method.name,
         mask_ratio=config.train.mask_ratio,
@@ -217,7 +221,8 @@ def _cost_report(
         samples=samples,
         round_gflops=round_flops / 1e9,
         devices={name: _on_device(config, name, workload, memory.total) for name in HARDWARE_PROFILES},
-        head=_head_cost(config, method, net, dataset, labels[-1]),
+        head=_head_cost(method, dataset, labels[-1]),
+        last_head=None if last is None else _head_cost(cost_method(last, dataset)[0], dataset, labels[-1]),
         views=_views_cost(config, cost_model, dry_run_result, samples),
     )
 
@@ -229,17 +234,17 @@ def _views_cost(config: Config, cost_model: CostModel, dry_run_result: DryRun, s
     return ViewsCost(config.train.cached_views, gflops, dry_run_result.views_bytes)
 
 
-def _head_cost(
-    config: Config, method: Method[Any], net: Net, dataset: DatasetSize, labels: NDArray[np.int64]
-) -> HeadCost | None:
-    solver = make_head_solver(method.context)
-    if solver is None:
+def _head_cost(method: Method[Any], dataset: DatasetSize, labels: NDArray[np.int64]) -> HeadCost | None:
+    """Return what solving the head of a run with this method costs."""
+    config, net, solver = method.context.config, method.context.net, make_head_solver(method.context)
+    times = config.head.times_solved(config.rounds)
+    if solver is None or not times:
         return None
     train = solver.context.train
     cost_model = CostModel(solver, net, train, dataset.image_size)
     passes = cost_model.dry_run(1, 0, labels)
     return HeadCost(
-        times=config.head.times_solved(config.rounds),
+        times=times,
         gflops=cost_model.round_flops(passes, len(labels)) / 1e9,
         up_bytes=cost_model.up_bytes(passes),
         peak_memory_bytes=round_memory(net, passes, train, config.machine.precision == "bf16").total,

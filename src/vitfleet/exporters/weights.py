@@ -38,7 +38,8 @@ def write_timm(model: Classifier, graph: ExportGraph, folder: Path) -> nn.Module
 
     if not graph.is_plain:
         name = model.info.method["name"]
-        raise UserError(f"--to timm: {name} adds parts that timm's model does not have; use --to onnx or torch-export")
+        added = f"{name} adds parts" if model.info.head is None else "its head sees features"
+        raise UserError(f"--to timm: {added} that timm's model does not have; use --to onnx or torch-export")
     architecture, arguments = timm_arguments(model)
     weights = graph.network.state_dict()
     write_atomically(folder / "model.safetensors", safetensors_chunks(weights, {"format": "pt"}))

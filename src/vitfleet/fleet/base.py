@@ -8,8 +8,9 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from vitfleet.message import Message, State
 
-#: What a client is asked for: a round of the method, or what the server solves the model's head from (``[head]``).
-RequestKind: TypeAlias = Literal["round", "head"]
+#: What a client is asked for: a round of the method, or what the server solves the model's head from (``[head]``), or
+#: the last one, which may see more than the head that trained (``[head.last]``).
+RequestKind: TypeAlias = Literal["round", "head", "last-head"]
 
 
 #: In place of the last round of a client that has the base message, and whose first round is still to come.
@@ -69,6 +70,9 @@ class EvalRequest:
     # By client, the last round whose reply the server accepted. ``None`` means a new client, whose model is the
     # server's. The keys are the clients to evaluate.
     last_round: Mapping[int, int | None]
+    last_head: bool = (
+        False  # whether the server's state has the head of ``[head.last]`` in place of the one that trained
+    )
 
 
 @dataclass(frozen=True)

@@ -59,3 +59,20 @@ def build_components(
         view_store=ViewStore(views_bytes_limit(machine.device)),
     )
     return Components(net, method, trainer, make_head_solver(context))
+
+
+def build_last_components(
+    config: Config, num_classes: int, channels: int, image_size: int, machine: ExecutionSettings
+) -> Components | None:
+    """Build the same for the model that a run ends with, where ``[head.last]`` gives that a head of its own.
+
+    It has no weights: the body is that of the run's model, which trained, and its head is solved.
+    """
+    last = config.of_last_head()
+    if last is None:
+        return None
+    last = last.model_copy(update={"model": last.model.model_copy(update={"weights": None})})
+    net = build_net(last, num_classes, channels, image_size)
+    components = build_components(last, net, num_classes, machine)
+    components.net.drop_weights()
+    return components

@@ -6,13 +6,15 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
 
 from vitfleet.data.images import Shard
-from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Reply, Request
+from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Reply, Request, RequestKind
+from vitfleet.fleet.build import Components
 from vitfleet.message import State, Tensors, all_finite
 from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method, start_client_update
 from vitfleet.training.driver import PendingUpdate, run_updates
@@ -40,15 +42,29 @@ class ClientRuntime:
     seed: int
     evaluate_tasks: EvaluateTasks
     head_solver: Method[Any] | None = None  # its client side answers requests for the head
+    #: Makes the one for the model with the head of ``[head.last]``, if the run ends with that.
+    make_last: Callable[[], ClientRuntime] | None = None
+
+    @cached_property
+    def _last(self) -> ClientRuntime:
+        assert self.make_last is not None
+        return self.make_last()
+
+    def for_kind(self, kind: RequestKind) -> ClientRuntime:
+        """Return the runtime that answers requests of a kind."""
+        return self._last if kind == "last-head" and self.make_last is not None else self
 
     def pending_update(
         self, request: Request, base_weights: Tensors, client_state: State | None, shard: Shard
     ) -> PendingUpdate[ClientUpdate]:
         """Return a client's update before its first step."""
+        runtime = self.for_kind(request.kind)
+        if runtime is not self:
+            return runtime.pending_update(request, base_weights, client_state, shard)
         job = ClientRoundInput(
             request.round, request.client, request.message, base_weights, client_state, shard, request.task_index
         )
-        if request.kind == "head":
+        if request.kind != "round":
             assert self.head_solver is not None
             own = self.method.own_body(client_state)
             job = replace(job, base_weights={**base_weights, **own}, client_state=None)
@@ -58,11 +74,15 @@ class ClientRuntime:
         return PendingUpdate(update, shard, RngContext(self.seed, request.round, request.client))
 
     def train(self, requests: Sequence[Request], make_update: MakeUpdate) -> Iterator[tuple[Reply, ClientUpdate]]:
-        """Train clients together, and yield each one's reply with its update.
+        """Train clients together, and yield each one's reply with its update. All requests are of one kind.
 
         Where captured steps diverged, the client is trained again without them. If it diverges again, training
         diverges, and no client of this trainer is trained again.
         """
+        runtime = self.for_kind(requests[0].kind)
+        if runtime is not self:
+            yield from runtime.train(requests, make_update)
+            return
         for request, update in self._train_within_memory(requests, make_update):
             reply = self.reply(request, update)
             doubtful = self.trainer.machine.graphs and not self.trainer.runners.execution.diverged
@@ -144,6 +164,14 @@ class ClientRuntime:
         tasks = [ClientTask(client, task_index) for client in clients for task_index in range(num_tasks)]
         evaluations = iter(self.evaluate_tasks(weights, tasks))
         return [EvalReply(client, tuple(islice(evaluations, num_tasks))) for client in clients]
+
+
+def make_runtime(components: Components, evaluate_tasks: EvaluateTasks) -> ClientRuntime:
+    """Return the client side of what was built for a run."""
+    method = components.method
+    return ClientRuntime(
+        method, components.trainer, method.context.seed, evaluate_tasks, head_solver=components.head_solver
+    )
 
 
 def divergence(update: ClientUpdate, client: int, round: int) -> str | None:

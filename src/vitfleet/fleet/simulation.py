@@ -105,16 +105,15 @@ class SimulatedFleet:
     def evaluate(self, eval_request: EvalRequest) -> Iterator[EvalReply]:
         """Evaluate each client's model. Clients without a state share one model, which is evaluated once for all."""
         server, num_tasks = eval_request.server, eval_request.num_tasks
+        runtime = self.runtime.for_kind("last-head" if eval_request.last_head else "round")
         shared: dict[int, EvalReply] = {}
         for client, last_round in eval_request.last_round.items():
             client_state = None if last_round is None else self.client_state(client)
             if client_state is not None:
-                yield from self.runtime.evaluate(server, self.base_weights, client_state, [client], num_tasks)
+                yield from runtime.evaluate(server, self.base_weights, client_state, [client], num_tasks)
                 continue
             if not shared:
-                replies = self.runtime.evaluate(
-                    server, self.base_weights, None, list(eval_request.last_round), num_tasks
-                )
+                replies = runtime.evaluate(server, self.base_weights, None, list(eval_request.last_round), num_tasks)
                 shared = {reply.client: reply for reply in replies}
             yield shared[client]
 

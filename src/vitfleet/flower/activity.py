@@ -63,7 +63,7 @@ def round_line(payload: TrainPayload, reply: Reply) -> str:
     if reply.message is None:
         return f"{which}: not trained: {reply.failure}"
     numbers, evaluation = reply.message.numbers, reply.evaluation
-    if payload.request.kind == "head":
+    if payload.request.kind != "round":
         return f"{which}: passed {numbers.get('samples', 0)} images through the model, for its head"
     loss = numbers.get("loss")
     parts = [f"{which}: trained on {numbers.get('samples', 0)} images"]

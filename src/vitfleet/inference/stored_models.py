@@ -21,7 +21,7 @@ from vitfleet.data.tasks import assign_classes_to_tasks
 from vitfleet.errors import UserError
 from vitfleet.fleet.build import build_components, build_net
 from vitfleet.inference.classifier import Classifier
-from vitfleet.message import Tensors
+from vitfleet.message import State, Tensors
 from vitfleet.methods import Method, adapt_model
 from vitfleet.models.net import Net
 from vitfleet.models.variants.wide_head import HeadFeatures
@@ -50,7 +50,9 @@ class StoredModels:
         cls, folder: Path, config: Config, states: StoredStates | None = None, machine: ExecutionSettings = CPU
     ) -> StoredModels:
         """Open the models of a checkpoint of a run, by default the last one, for use on a machine."""
-        data = read_data_info(folder)
+        data, states = read_data_info(folder), states or StoredStates.of_run(folder)
+        if states.last_head() is not None:
+            config = config.of_last_head() or config
         # The weights are in the folder: the file that training began with need not exist any more.
         without_file = config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
         net = build_net(without_file, len(data.classes), data.channels, data.image_size)
@@ -59,7 +61,6 @@ class StoredModels:
             class_to_task = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, len(data.classes)))
         components = build_components(without_file, net, len(data.classes), machine, class_to_task)
         base = read_base(folder).tensors
-        states = states or StoredStates.of_run(folder)
         return cls(config, data, components.net, components.method, base, states, class_to_task)
 
     def classifier(self, client: int | None = None) -> Classifier:
@@ -81,7 +82,7 @@ class StoredModels:
                 f"client = {client}: its own model is on its device, in model.safetensors in its state folder; "
                 "here is only the server's model"
             )
-        return self.method.model_weights(self.states.server(), self.base_weights, self.states.client(client))
+        return self.method.model_weights(self._server(), self.base_weights, self.states.client(client))
 
     def _server_weights(self) -> tuple[Tensors, int]:
         if self._is_remote and not self.method.has_global_model:
@@ -89,7 +90,12 @@ class StoredModels:
                 f"the server of this run has no whole model with {self.config.method.name}; each device keeps its own, "
                 "in model.safetensors in its state folder"
             )
-        return server_model(self.method, self.states.server(), self.base_weights, self.states.clients())
+        return server_model(self.method, self._server(), self.base_weights, self.states.clients())
+
+    def _server(self) -> State:
+        """Return the server's state, with the head that was solved last."""
+        server, last = self.states.server(), self.states.last_head()
+        return server if last is None else self.method.with_head(server, last.tensors, self.states.manifest.round)
 
     @property
     def _is_remote(self) -> bool:

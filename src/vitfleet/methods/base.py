@@ -120,6 +120,8 @@ class ClientUpdate:
     # model in this round.
     model_weights: Tensors
     client_state: State | None = None  # what the client keeps for its next round; None: nothing
+    # Operations of an image beside those of the trainings, where they are not few: a sum counts two per addition
+    image_flops: int = 0
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,14 @@ class Method(ABC, Generic[Params]):
     def keeps_heads(cls, params: Params) -> bool:
         """Return whether every client keeps a head of its own."""
         return False
+
+    @classmethod
+    def takes_last_head(cls, params: Params) -> bool:
+        """Return whether the run can end with a head that sees more than the one that trained (``head.last``).
+
+        By default, where no client keeps a head of its own.
+        """
+        return cls.takes_head(params) and not cls.keeps_heads(params)
 
     @classmethod
     def adapt_model(cls, params: Params, vit: nn.Module, class_to_task: Sequence[int]) -> None:
@@ -501,7 +511,8 @@ def make_method(params: MethodParams, context: MethodContext) -> Method[Any]:
         )
     frozen = context.config.head.freeze_rounds
     frozen_part(method)  # refuses a configuration without any
-    if frozen and set(method.parts.trainable(method.trainable)) <= set(method.parts.head):
+    server_trains = type(method).server_update is not Method.server_update
+    if frozen and not server_trains and set(method.parts.trainable(method.trainable)) <= set(method.parts.head):
         raise ConfigError("head.freeze_rounds", frozen, f"must be 0: {params.name} trains nothing but the head")
     return method
 

@@ -163,7 +163,9 @@ class Net:
         return self.functional.with_representation(weights, images, keep, depth)
 
     def representation(self, weights: Tensors, images: Tensor, keep: Tensor | None) -> Tensor:
-        """Return the input of the head alone, ``[…, batch, width]``; the head's own weights are not needed.
+        """Return what the head sees, ``[…, batch, width]``; the head's own weights are not needed.
+
+        It is the input of the head's linear layer, of a head that sees more before that is standardised.
 
         A family without a forward pass of ours returns it as the logits of a head that is the identity.
         """

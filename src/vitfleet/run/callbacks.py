@@ -213,8 +213,8 @@ class BestModel(Callback):
     def on_round_end(self, state: RunState, record: RoundRecord) -> None:
         """Write the model if the value improved."""
         if self._update(record):
-            context = self._context
-            assert context is not None
+            assert self._context is not None
+            context, state = self._context.at_the_end(state)
             weights = context.method.model_weights(state.server, context.base.tensors, None)
             write_run_model(context.folder / BEST_MODEL_FILE, context, weights, state.round)
 

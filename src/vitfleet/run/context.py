@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class RunContext:
         The processes that share the run.
     head
         How the head is solved; ``None`` where it never is.
+    last
+        The same run with the model that it ends with, where ``[head.last]`` gives that another head.
     """
 
     config: Config
@@ -64,6 +66,15 @@ class RunContext:
     planner: RoundPlanner
     processes: ProcessGroup
     head: HeadExchange | None = None
+    last: RunContext | None = None
+
+    def at_the_end(self, state: RunState) -> tuple[RunContext, RunState]:
+        """Return the run and its state with the model that it ends with, if the head of that has been solved."""
+        if self.last is None or not state.last_head.tensors:
+            return self, state
+        return self.last, replace(
+            state, server=self.last.method.with_head(state.server, state.last_head.tensors, state.round)
+        )
 
     @property
     def data(self) -> DataSet:
@@ -123,7 +134,8 @@ class RunContext:
 
     def client_costs(self, client_metrics: Mapping[int, Numbers]) -> dict[str, Any]:
         """Return the costs of one client for the summary, given the numbers in each client's last update."""
-        flops = self.cost_model.per_image(self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS))
+        first = self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS)
+        flops = self.cost_model.per_image(first)
 
         def kept_bytes(numbers: Numbers) -> int:
             return (self.cost_model.kept_state(numbers) or State()).num_bytes
@@ -131,6 +143,7 @@ class RunContext:
         # Peak memory is that of the client that keeps most.
         numbers = max(client_metrics.values(), key=kept_bytes, default=None)
         last_task = self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS, self.config.num_tasks - 1, numbers)
+        last_task = replace(last_task, trainings=last_task.trainings or first.trainings)
         return {
             "params": self.params,
             "trainable_params": self.net.parts.count_parameters(self.method.trainable),

@@ -19,13 +19,13 @@ from vitfleet.costs.cost_model import CostModel, message_size
 from vitfleet.costs.virtual_clock import close_round
 from vitfleet.data.tasks import draw_task_order
 from vitfleet.errors import printable
-from vitfleet.fleet.base import NO_ROUND, Reply, Request, in_request_order
+from vitfleet.fleet.base import NO_ROUND, Reply, Request, RequestKind, in_request_order
 from vitfleet.message import Message, Numbers, State, Tensors, add_numbers, with_numbers
 from vitfleet.methods.base import Aggregator, Method
 from vitfleet.methods.closed_form.closed_form import CLIENT_MEANS, SUMS, ClosedForm, sums_of_state
 from vitfleet.methods.closed_form.sums import Sums
 from vitfleet.methods.reported import RejectedUpdateError, parse_numbers
-from vitfleet.models.variants.wide_head import SCALE, SHIFT
+from vitfleet.models.variants.wide_head import SCALE, SHIFT, unsolved_head
 from vitfleet.progress import Progress
 from vitfleet.run.clients import VirtualFleet, training_clients
 from vitfleet.run.records import Accuracy, ClientRecord, HeadRecord
@@ -52,11 +52,14 @@ class HeadExchange:
         The costs of its client side.
     virtual
         The clients' devices; ``None`` if the fleet has none.
+    kind
+        What clients are asked for.
     """
 
     solver: ClosedForm
     cost_model: CostModel
     virtual: VirtualFleet | None
+    kind: RequestKind = "head"
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def solve_head(
     solver_state = replace(solver_state, tensors={**solver_state.tensors, **state.head_sums.tensors})
     plans, now = _plan(context, exchange, state, solver_state, body)
     aggregator = exchange.solver.aggregator(solver_state, _round_of_images(context, state))
-    entries, accepted, lost_state, own_sums = _collect(context, exchange, plans, aggregator, progress)
+    entries, accepted, lost_state, own_sums = _collect(context, exchange, plans, body, aggregator, progress)
     server, solution, sums = state.server, State(), state.head_sums
     minimum = context.config.fleet.min_replies
     if len(accepted) >= minimum:
@@ -145,6 +148,23 @@ def _rows_of_task(context: RunContext, state: RunState, before: Tensors, solved:
     }
 
 
+def solve_last_head(
+    context: RunContext, state: RunState, accuracy_before: Accuracy | None, progress: Progress
+) -> tuple[RunState, HeadRecord]:
+    """Solve the head that the run ends with, where that is not the one that trained (``[head.last]``).
+
+    It is beside the server's state, which stays as it is: the run can go on from there.
+    """
+    last = context.last
+    assert last is not None
+    body = context.method.model_weights(state.server, context.base.tensors, None)
+    server = last.method.with_head(state.server, unsolved_head(last.net, body), state.round)
+    solved, record = solve_head(last, replace(state, server=server), accuracy_before, progress)
+    is_solved = solved.server is not server
+    head = State(last.method.parts.head.take(solved.server.tensors)) if is_solved else State()
+    return replace(solved, server=state.server, last_head=head), record
+
+
 def body_message(method: Method[Any], body: Tensors, base: Tensors) -> Message:
     """Return what a client needs besides the base message to compute features: what is not in it as it is.
 
@@ -171,7 +191,7 @@ def _plan(
         asked = exchange.solver.message_to_client(solver_state, round, client, None)
         message = Message({**shared, **asked.tensors}, asked.numbers)
         last_round = state.last_seen.get(client)
-        request = Request(round, client, message, task_index=task_index, last_round=last_round, kind="head")
+        request = Request(round, client, message, task_index=task_index, last_round=last_round, kind=exchange.kind)
         requests.append(request)
     sizes = {
         request.client: message_size(request.message) + (base_bytes if request.last_round is None else 0)
@@ -212,7 +232,12 @@ def _timed(
 
 
 def _collect(
-    context: RunContext, exchange: HeadExchange, plans: Sequence[_Plan], aggregator: Aggregator, progress: Progress
+    context: RunContext,
+    exchange: HeadExchange,
+    plans: Sequence[_Plan],
+    body: Tensors,
+    aggregator: Aggregator,
+    progress: Progress,
 ) -> tuple[list[ClientRecord], list[int], list[int], dict[int, Sums]]:
     """Return every client's record, the clients whose update counts, those that have lost their state, and sums.
 
@@ -230,7 +255,7 @@ def _collect(
             if entry.failure is None:
                 accepted.append(reply.client)
                 if weighted and reply.message is not None and reply.message.tensors:
-                    own_sums[reply.client] = exchange.solver.received(reply.message)
+                    own_sums[reply.client] = exchange.solver.received(reply.message, body)[0]
             if reply.state_lost:
                 lost_state.append(reply.client)
             del reply

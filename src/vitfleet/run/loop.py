@@ -129,7 +129,7 @@ def _stop(
     if not reason:
         return state, record
     state = replace(state, stop_reason=reason)
-    if context.config.head.solve_last and record.head is None:
+    if context.config.head.solve_last and (record.head is None or context.last is not None):
         return with_solved_head(context, state, record, progress)
     return state, record
 

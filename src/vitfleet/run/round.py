@@ -20,7 +20,7 @@ from vitfleet.methods.reported import RejectedUpdateError, check_names, check_ty
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.context import RunContext
 from vitfleet.run.evaluate import continual, incremental
-from vitfleet.run.head_exchange import solve_head
+from vitfleet.run.head_exchange import solve_head, solve_last_head
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 from vitfleet.run.round_plan import ClientPlan, apply_staleness, evaluation_due
 from vitfleet.run.state import RunState
@@ -72,6 +72,7 @@ def run_round(
         last_seen={**_without(state.last_seen, lost_state), **dict.fromkeys(reported, round)},
         client_metrics={**_without(state.client_metrics, lost_state), **reported},
         in_flight=in_flight,
+        last_head=State(),
         update_sizes=tuple(size for client, size in aggregator.sizes.items() if client in used) or state.update_sizes,
     )
     accuracy = task = None
@@ -100,8 +101,12 @@ def with_solved_head(
     context: RunContext, state: RunState, record: RoundRecord, progress: Progress = NO_PROGRESS
 ) -> tuple[RunState, RoundRecord]:
     """Solve the head after a round, and return the run's state and the round's record with it."""
-    state, head = solve_head(context, state, record.accuracy, progress)
-    is_evaluated = record.accuracy is not None or state.round == 0 or state.is_finished(context.config.rounds)
+    is_last = state.is_finished(context.config.rounds)
+    solve = solve_head if context.last is None or not is_last else solve_last_head
+    state, head = solve(context, state, record.accuracy, progress)
+    if record.head is not None:  # the run was stopped after a round in which its head was solved, and ends with another
+        head = replace(head, clients=[*record.head.clients, *head.clients])
+    is_evaluated = record.accuracy is not None or state.round == 0 or is_last
     accuracy = None
     if is_evaluated and context.processes.is_first:
         accuracy = _evaluate(context, state, record.clients, progress)
@@ -236,6 +241,7 @@ def _evaluate(context: RunContext, state: RunState, entries: Sequence[ClientReco
     local = sum(measured) / len(measured) if measured else None
     if context.config.data.tasks:
         return Accuracy(None, None, 0, local)
+    context, state = context.at_the_end(state)
     accuracy, loss, models = context.evaluator.evaluate_global(
         context.method, state.round, state.server, context.base.tensors, context.fleet.client_state, progress
     )

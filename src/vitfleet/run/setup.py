@@ -24,8 +24,8 @@ from vitfleet.data.tasks import assign_classes_to_tasks
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.files import MACHINE_FILE, read_json, write_atomically
 from vitfleet.fleet.base import Fleet
-from vitfleet.fleet.build import Components, build_components, build_net
-from vitfleet.fleet.client_runtime import ClientRuntime
+from vitfleet.fleet.build import Components, build_components, build_last_components, build_net
+from vitfleet.fleet.client_runtime import make_runtime
 from vitfleet.fleet.distributed import SINGLE_PROCESS, DistributedFleet, ProcessGroup
 from vitfleet.fleet.simulation import SimulatedFleet
 from vitfleet.message import Message, to_device
@@ -84,6 +84,7 @@ def open_run(
         checkpoints = Checkpoints(folder, verify=processes.is_first, keep_every=config.kept_rounds)
     class_to_task = _class_tasks(config, data)
     components = build_components(config, net, len(data.classes), machine, class_to_task)
+    last = build_last_components(config, len(data.classes), data.train.channels, data.train.image_size, machine)
     base = components.method.initial_broadcast(to_device(components.net.initial_weights(), machine.device))
     if processes.is_first:
         write_base(base, folder)
@@ -97,15 +98,16 @@ def open_run(
         fleet = make_fleet(config, data, folder, base)
     else:
         virtual = _make_virtual_fleet(images, components, cost_model) if config.fleet.devices else None
-        fleet = _make_local_fleet(images, components, base, evaluator, checkpoints, processes)
+        fleet = _make_local_fleet(images, components, last, base, evaluator, checkpoints, processes)
     if virtual is not None and processes.is_first:
         virtual.write(folder)
     planner = RoundPlanner(config, components.method, base, virtual)
     head = _make_head_exchange(images, components, virtual)
     parts = components.net, components.method, components.trainer
-    return RunContext(
+    context = RunContext(
         config, folder, images, *parts, base, fleet, evaluator, checkpoints, cost_model, planner, processes, head
     )
+    return context if last is None else replace(context, last=_with_last_head(context, last, virtual))
 
 
 def _checked(config: Config, data: DataSet) -> DataSet:
@@ -174,6 +176,16 @@ def _make_head_exchange(
     return HeadExchange(solver, cost_model, virtual)
 
 
+def _with_last_head(context: RunContext, last: Components, virtual: VirtualFleet | None) -> RunContext:
+    """Return the run with the model that it ends with, whose head ``[head.last]`` solves."""
+    evaluator = replace(context.evaluator, net=last.net)
+    exchange = _make_head_exchange(context.images, last, virtual)
+    assert exchange is not None
+    parts = {"net": last.net, "method": last.method, "trainer": last.trainer}
+    config = last.method.context.config
+    return replace(context, config=config, **parts, evaluator=evaluator, head=replace(exchange, kind="last-head"))
+
+
 def _make_virtual_fleet(images: ClientImages, components: Components, cost_model: CostModel) -> VirtualFleet:
     config = images.config
     last_round = cost_model.late_round(images.labels_by_task())
@@ -185,6 +197,7 @@ def _make_virtual_fleet(images: ClientImages, components: Components, cost_model
 def _make_local_fleet(
     images: ClientImages,
     components: Components,
+    last: Components | None,
     base: Message,
     evaluator: FleetEvaluator,
     checkpoints: Checkpoints,
@@ -193,12 +206,9 @@ def _make_local_fleet(
     """Return a fleet whose clients run in this process, or in several processes that share the run."""
     # Each of several processes would cache the states of all clients, not only of those that it trains.
     memory = gpu_memory_bytes(components.trainer.machine.device) if processes.size == 1 else 0
-    runtime = ClientRuntime(
-        components.method,
-        components.trainer,
-        images.config.seed,
-        evaluator.evaluate_clients,
-        components.head_solver,
-    )
+    runtime = make_runtime(components, evaluator.evaluate_clients)
+    if last is not None:
+        its_runtime = make_runtime(last, replace(evaluator, net=last.net).evaluate_clients)
+        runtime = replace(runtime, make_last=lambda: its_runtime)
     fleet = SimulatedFleet(runtime, images.shard, base.tensors, checkpoints.client, memory // STATE_CACHE_SHARE)
     return fleet if processes.size == 1 else DistributedFleet(fleet, processes)

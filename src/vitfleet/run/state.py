@@ -78,6 +78,8 @@ class RunState:
         What the server optimiser keeps. Methods do not see it, so no message has it.
     head_sums
         The sums from which heads of earlier tasks were solved (``head.start`` in a run on tasks).
+    last_head
+        The tensors of the head of ``[head.last]``, once it is solved; the server's state has the one that trained.
     stop_reason
         Why the run was stopped early; ``None`` if it was not.
     awaits_start
@@ -95,6 +97,7 @@ class RunState:
     update_sizes: tuple[float, ...] = ()
     moments: State = field(default_factory=State)
     head_sums: State = field(default_factory=State)
+    last_head: State = field(default_factory=State)
     stop_reason: str | None = None
     awaits_start: bool = False
 

@@ -122,7 +122,7 @@ class StepEngine:
         return ModelOutputs(*net.split_outputs(outputs), features=None if split is None else views)
 
     def features(self, weights: Tensors, samples: Samples, split: int | None) -> Tensor:
-        """Return the tokens that enter the block ``split``, or the input of the head, of stored images.
+        """Return the tokens that enter the block ``split``, or what the head sees, of stored images.
 
         What comes after it is not computed.
         """

@@ -259,7 +259,7 @@ class StepView:
         )
 
     def features(self, samples: Samples, split: int | None = None) -> Outputs:
-        """Return the tokens that enter block ``split``, or without a block the input of the head, as ``features``.
+        """Return the tokens that enter block ``split``, or without a block what the head sees, as ``features``.
 
         What comes after it is not computed, so logits are empty. The input of the head is known of any model with one
         linear head.

@@ -25,8 +25,8 @@ from vitfleet.data.tasks import assign_classes_to_tasks, draw_task_order
 from vitfleet.errors import ConfigError, DataError, RefusedRequestError, UserError
 from vitfleet.files import MODEL_FILE, link_atomically, parse_json
 from vitfleet.fleet.base import NO_ROUND, ClientTask, EvalReply, EvalResult, Reply
-from vitfleet.fleet.build import build_components, build_net
-from vitfleet.fleet.client_runtime import ClientRuntime
+from vitfleet.fleet.build import Components, build_components, build_last_components, build_net
+from vitfleet.fleet.client_runtime import ClientRuntime, make_runtime
 from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.device.features import check_published, check_transforms
 from vitfleet.flower.device.limits import (
@@ -167,7 +167,7 @@ class FlowerClient:
             self._check_features(setup, payload.run_spec, [base, on_device.message, state, update.client_state])
         if reply.message is not None and request.kind == "round":
             self._save(storage, setup, payload, update)
-        if reply.message is not None and request.kind == "head" and request.last_round is None:
+        if reply.message is not None and request.kind != "round" and request.last_round is None:
             storage.save_state(NO_ROUND, None, None)  # from now on it has the base message
         return reply
 
@@ -194,7 +194,7 @@ class FlowerClient:
         if base is None or state is None:
             return EvalReply(payload.client, failure=_state_lost(payload.last_round))
         setup = self._setup(config, net, payload.run_spec, payload.client)
-        (reply,) = setup.runtime.evaluate(
+        (reply,) = setup.runtime.for_kind("last-head" if payload.last_head else "round").evaluate(
             State(to_device(payload.server.tensors, setup.device), payload.server.numbers),
             to_device(base.tensors, setup.device),
             _client_state(state, setup.device),
@@ -260,13 +260,22 @@ def _set_up_client(
     known = class_to_task if config.task_known else None
     components = build_components(config, net, classes, machine, known)
     net.drop_weights()  # the server sends all weights that a client uses
-    evaluator = Evaluator(components.net, components.trainer.preprocess, machine, config.eval.batch_size, known)
     tasks = LocalTasks(data.to(machine.device), class_to_task, task_order, components.method.accumulates_tasks)
 
-    def evaluate_tasks(weights: Tensors, client_tasks: Sequence[ClientTask]) -> list[EvalResult]:
-        return [tasks.evaluate(evaluator, weights, task_index) for _, task_index in client_tasks]
+    def runtime_of(components: Components) -> ClientRuntime:
+        evaluator = Evaluator(components.net, components.trainer.preprocess, machine, config.eval.batch_size, known)
 
-    runtime = ClientRuntime(components.method, components.trainer, config.seed, evaluate_tasks, components.head_solver)
+        def evaluate_tasks(weights: Tensors, client_tasks: Sequence[ClientTask]) -> list[EvalResult]:
+            return [tasks.evaluate(evaluator, weights, task_index) for _, task_index in client_tasks]
+
+        return make_runtime(components, evaluate_tasks)
+
+    def make_last() -> ClientRuntime:
+        last = build_last_components(config, classes, run_spec.channels, run_spec.image_size, machine)
+        assert last is not None
+        return runtime_of(last)
+
+    runtime = replace(runtime_of(components), make_last=None if config.head.last is None else make_last)
     return ClientSetup(config, runtime, tasks)
 
 

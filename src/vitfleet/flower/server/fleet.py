@@ -115,10 +115,12 @@ class FlowerFleet:
         """Send an evaluation request to each client, then yield replies until all have arrived or the deadline."""
         num_tasks = eval_request.num_tasks
         server = Content(eval_request.server.tensors, eval_request.server.numbers)
-        payloads = (
-            (client, EvalPayload(client, num_tasks, last_round, self.run_spec, server, self._base_for(last_round)))
-            for client, last_round in eval_request.last_round.items()
-        )
+
+        def payload(client: int, last_round: int | None) -> EvalPayload:
+            base = self._base_for(last_round)
+            return EvalPayload(client, num_tasks, last_round, self.run_spec, server, base, eval_request.last_head)
+
+        payloads = ((client, payload(client, last_round)) for client, last_round in eval_request.last_round.items())
         replies = ReplyFactory(
             lambda client, content: unpack_eval_reply(content, client, num_tasks),
             lambda client, reason: EvalReply(client, failure=reason),

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import get_args
 
 from flwr.app import ConfigRecord, RecordDict
 from flwr.app.message.recorddict import RecordType
 
 from vitfleet.errors import UserError, printable, shown
-from vitfleet.fleet.base import EvalReply, EvalResult, Reply, Request
+from vitfleet.fleet.base import EvalReply, EvalResult, Reply, Request, RequestKind
 from vitfleet.flower.transport.payloads import CHUNK, HEADER, EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import Message
 from vitfleet.methods.reported import MAX_NUMBER, RejectedUpdateError, check_numbers
@@ -47,14 +48,18 @@ def unpack_train_request(content: RecordDict) -> TrainPayload:
         evaluate=bool(header["evaluate"]),
         task_index=_integer(header, "task_index"),
         last_round=_last_round(header),
-        kind="head" if header["kind"] == "head" else "round",
+        kind=_kind(header),
     )
     return TrainPayload(request, _run_spec(header), _pop_base(content))
 
 
 def pack_eval_request(payload: EvalPayload) -> RecordDict:
     """Return an evaluation request as the content of a Flower message."""
-    header: dict[str, int | bool] = {"client": payload.client, "num_tasks": payload.num_tasks}
+    header: dict[str, int | bool] = {
+        "client": payload.client,
+        "num_tasks": payload.num_tasks,
+        "last_head": payload.last_head,
+    }
     return _pack(header, payload.last_round, payload.run_spec, {"server": payload.server, "base": payload.base})
 
 
@@ -68,6 +73,7 @@ def unpack_eval_request(content: RecordDict) -> EvalPayload:
         run_spec=_run_spec(header),
         server=_pop_message(content, "server"),
         base=_pop_base(content),
+        last_head=bool(header["last_head"]),
     )
 
 
@@ -139,6 +145,11 @@ def _pack(
     for name, message in messages.items():
         chunks |= {} if message is None else _chunks(name, message)
     return RecordDict({HEADER: record, **chunks})
+
+
+def _kind(header: ConfigRecord) -> RequestKind:
+    kinds: tuple[RequestKind, ...] = get_args(RequestKind)
+    return next((kind for kind in kinds if kind == header["kind"]), "round")
 
 
 def _last_round(header: ConfigRecord) -> int | None:

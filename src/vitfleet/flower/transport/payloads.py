@@ -51,3 +51,4 @@ class EvalPayload:
     run_spec: RunSpec
     server: Message
     base: Message | None
+    last_head: bool = False  # whether the server's state has the head of ``[head.last]``

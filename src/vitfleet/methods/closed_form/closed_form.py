@@ -8,7 +8,9 @@ random features RanPAC's (McDonnell et al., NeurIPS 2023). With FedCOF (Goswami 
 means alone, and the result depends on how classes are spread.
 
 A client is asked once, or twice where images that it holds out choose the regularisation
-(:mod:`~vitfleet.methods.closed_form.held_out`). In later rounds, sums of clients that were not asked before are added.
+(:mod:`~vitfleet.methods.closed_form.held_out`), or where all clients' images standardise what random features are made
+of: then it is asked for the moments of that first. In later rounds, sums of clients that were not asked before are
+added.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +28,7 @@ from vitfleet.config.head import HeadSolver
 from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.message import Message, State, Tensors, add_prefix, label_dtype, with_prefix
+from vitfleet.message import Message, Number, Numbers, State, Tensors, add_prefix, label_dtype, with_prefix
 from vitfleet.methods.aggregation.limits import check_rms
 from vitfleet.methods.base import (
     Aggregator,
@@ -34,6 +37,7 @@ from vitfleet.methods.base import (
     ClientUpdate,
     Method,
     MethodContext,
+    StateAfterTasks,
     Work,
     head_features,
 )
@@ -46,10 +50,10 @@ from vitfleet.methods.closed_form.held_out import (
     split_images,
 )
 from vitfleet.methods.closed_form.solvers import ClientMeans, Head, solve, temperature
-from vitfleet.methods.closed_form.sums import FEATURES, LABELS, Sums, received_sums, sums_of_received_features
+from vitfleet.methods.closed_form.sums import FEATURES, LABELS, ROWS, Moments, Sums, received_features, received_sums
 from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.models.parts import Selection
-from vitfleet.models.variants.wide_head import SCALE, SHIFT, widen_head
+from vitfleet.models.variants.wide_head import SCALE, SHIFT, expand, widen_head
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.samples import Outputs, Samples
 from vitfleet.training.step import StepView
@@ -57,6 +61,7 @@ from vitfleet.training.step import StepView
 COUNTED = "counted"  # the clients whose sums the server has; in a message: that the receiver is one of them
 TASK = "task"  # the index of the task whose sums these clients have sent
 ANSWERED = "answered"  # the clients that have compared heads
+MEASURED = "measured"  # how many images have standardised what random features are made of
 SUMS, CLIENT_MEANS = "sums/", "client-means/"  # prefixes of tensors of the server's state
 HEADS, ANSWERS = "heads/", "answers/"
 ROWS_MULTIPLE = 32  # rows of recorded features are rounded up to a multiple, so that shapes recur from client to client
@@ -83,9 +88,10 @@ class ClosedForm(Method[ClosedFormParams]):
                 "is one round for all classes; leave data.tasks out, or choose analytic, whose sums add up over tasks"
             )
             raise ConfigError("method.name", "closed-form", remedy)
-        if params.regularization == "held-out" and config.rounds < 2:
-            remedy = "must be at least 2 with method.regularization = held-out: clients are asked twice"
-            raise ConfigError("rounds", config.rounds, remedy)
+        if params.asks_twice and config.rounds < 2:
+            held_out = params.regularization == "held-out"
+            key = "method.regularization = held-out" if held_out else "method.standardize = data"
+            raise ConfigError("rounds", config.rounds, f"must be at least 2 with {key}: clients are asked twice")
         aggregation = config.aggregate
         for key, value in (("clip_update", aggregation.clip_update), ("norm_factor", aggregation.norm_factor)):
             if value is not None:
@@ -110,8 +116,10 @@ class ClosedForm(Method[ClosedFormParams]):
 
     def __init__(self, params: ClosedFormParams, context: MethodContext) -> None:
         super().__init__(params, context)
-        self.width = context.net.head_width
+        self.width = context.net.head_width  # of the input of the linear layer
+        self.seen_width = self.parts.shapes[SHIFT][0] if SHIFT in self.parts.shapes else self.width
         self.second_order = params.solver in ("ridge", "lda")
+        self.measures = params.standardize == "data"  # whether clients' images standardise what they see
 
     @property
     def trainable(self) -> Selection:
@@ -130,9 +138,13 @@ class ClosedForm(Method[ClosedFormParams]):
         return State(self.parts.head.take(initial_weights))
 
     def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
-        """Return nothing, or that the client's sums are known, with the heads that it is to compare."""
+        """Return nothing, or that the client's sums are known, with the heads that it is to compare.
+
+        Where clients' images standardise what random features are made of, it is asked for sums once that is known.
+        """
         if client not in self.counted(server_state, round):
-            return Message()
+            is_measured = MEASURED in server_state.numbers and self.params.send == "sums"
+            return Message(self.standardisation(server_state.tensors)) if is_measured else Message()
         heads = {} if client in listed(server_state, ANSWERED) else with_prefix(server_state.tensors, HEADS)
         return Message(heads, {COUNTED: 1})
 
@@ -154,12 +166,16 @@ class ClosedForm(Method[ClosedFormParams]):
             raise UserError(
                 f"--client {client}: with method.regularization = held-out its images have chosen the head; run again"
             )
+        if self.measures:
+            raise UserError(
+                f"--client {client}: with method.standardize = data its images are in what all sums are of; run again"
+            )
         tensors = dict(server_state.tensors)
         if self.params.solver == "means-covariance":
             means = ClientMeans(**with_prefix(tensors, CLIENT_MEANS)).without(client)
             tensors |= add_prefix(CLIENT_MEANS, means.tensors())
         elif (message := sent()).tensors:
-            remaining = Sums.of_tensors(with_prefix(tensors, SUMS)) - self.received(message)
+            remaining = Sums.of_tensors(with_prefix(tensors, SUMS)) - self.received(message, tensors)[0]
             tensors |= add_prefix(SUMS, remaining.tensors())
         sums = sums_of_state(tensors, self.context.num_classes)
         if sums is None or not float(sums.samples):
@@ -199,78 +215,134 @@ class ClosedForm(Method[ClosedFormParams]):
     # Client
 
     def client_update(self, job: ClientRoundInput) -> ClientGenerator:
-        """Compute the features of the client's images; send their sums, or the features themselves."""
+        """Compute what the head sees of the client's images; send sums of its features, or what it sees itself."""
         counted, heads = COUNTED in job.message.numbers, job.message.tensors
         if counted and not heads:
             return ClientUpdate(Message(numbers={"samples": 0}), {})
+        labels, flops = job.shard.labels, self.image_flops
         kept, held_out = self._split(len(job.shard), job.client)
-        if counted and job.client_state is not None:
-            return ClientUpdate(self._answer(heads, job.client_state.tensors[FEATURES], job.shard.labels[held_out]), {})
         body = job.base_weights if counted else {**job.base_weights, **job.message.tensors}
+        if job.client_state is not None:  # it was asked before: what it has kept is the rest
+            seen = job.client_state.tensors[FEATURES]
+            if counted:
+                return ClientUpdate(self._answer(heads, seen, labels[held_out], body), {}, image_flops=flops)
+            return ClientUpdate(self.client_message(seen, labels[kept], body), {}, image_flops=flops)
         result = yield self.recording(body, len(job.shard))
         # Where it is a dry run, the body has no values, and what is computed of it needs none.
-        features = result.kept[FEATURES][: len(job.shard)].to(next(iter(body.values())).device)
-        of_kept, of_held_out = (features[index.to(features.device)] for index in (kept, held_out))
+        seen = result.kept[FEATURES][: len(job.shard)].to(next(iter(body.values())).device)
+        if self.measures and self.params.send == "sums" and SHIFT not in job.message.tensors:
+            moments = Moments.of(seen).tensors() if len(labels) else {}
+            return ClientUpdate(Message(moments, {"samples": len(labels)}), {}, State({FEATURES: seen}))
+        of_kept, of_held_out = (seen[index.to(seen.device)] for index in (kept, held_out))
         if counted:
-            return ClientUpdate(self._answer(heads, of_held_out, job.shard.labels[held_out]), {})
-        message = self.client_message(of_kept, job.shard.labels[kept])
-        return ClientUpdate(message, {}, State({FEATURES: of_held_out}) if len(held_out) else None)
+            return ClientUpdate(self._answer(heads, of_held_out, labels[held_out], body), {}, image_flops=flops)
+        message = self.client_message(of_kept, labels[kept], body)
+        return ClientUpdate(message, {}, State({FEATURES: of_held_out}) if len(held_out) else None, flops)
+
+    def kept_state(self, reported: Numbers, after_tasks: StateAfterTasks) -> State | None:
+        """Return what a client keeps between two questions: what the head sees of its images."""
+        samples = reported.get("samples")
+        if self.params.regularization == "held-out" or not self.params.asks_twice or not isinstance(samples, int):
+            return super().kept_state(reported, after_tasks)
+        return State({FEATURES: torch.empty(samples, self.seen_width, device="meta")})
 
     def _split(self, samples: int, client: int) -> tuple[Tensor, Tensor]:
         """Return which of a client's images it sends the sums of first, and which it holds out: on the CPU."""
         share = self.params.held_out if self.params.regularization == "held-out" else 0.0
         return split_images(samples, share, self.context.seed, client)
 
-    def _answer(self, heads: Tensors, features: Tensor, labels: Tensor) -> Message:
+    def _answer(self, heads: Tensors, seen: Tensor, labels: Tensor, body: Tensors) -> Message:
         """Return what a client says of the heads that it compares on held-out images, and the sums of these."""
-        message = self.client_message(features, labels)
+        message = self.client_message(seen, labels, body)
         if not message.tensors:
             return message
-        return replace(
-            message, tensors={**message.tensors, **compare_heads(heads, features, labels.to(features.device))}
-        )
+        compared = compare_heads(heads, self.features(seen, body).float(), labels.to(seen.device))
+        return replace(message, tensors={**message.tensors, **compared})
+
+    @property
+    def image_flops(self) -> int:
+        """The operations of a client's sums for an image: its random features, and the products of all features."""
+        if self.params.send == "features":
+            return 0
+        products = 2 * self.width**2 if self.second_order else 0
+        return products + (2 * self.seen_width * self.width if self.params.project else 0)
 
     def recording(self, body: Tensors, samples: int) -> LocalTraining:
-        """Return the pass that records what the head sees of every image, in the order of the client's images."""
+        """Return the pass that records what the head sees of every image, in the order of the client's images.
+
+        That is as it is, neither standardised nor expanded to random features.
+        """
         rows = samples + 1  # the last one takes padding
         rows += -rows % ROWS_MULTIPLE
-        features = torch.zeros(rows, self.width, device=self.context.device)
-        weights = {**body, **self._no_standardisation()}
-        step = RecordingStep(self.width)
-        kept, train = {FEATURES: features}, self.context.train
-        return LocalTraining(weights, self.trainable, 1, step, kept=kept, train=train, augment=False)
+        seen = torch.zeros(rows, self.seen_width, device=self.context.device)
+        step = RecordingStep(self.seen_width)
+        return LocalTraining(
+            body, self.trainable, 1, step, kept={FEATURES: seen}, train=self.context.train, augment=False
+        )
 
-    def _no_standardisation(self) -> dict[str, Tensor]:
-        """Return the shift and the scale with which a wide head sees features as they are; none before random ones."""
-        if SHIFT not in self.parts.shapes or self.params.project:
-            return {}
-        ones = torch.ones(self.parts.shapes[SHIFT], device=self.context.device)
-        return {SHIFT: torch.zeros_like(ones), SCALE: ones}
+    def standardisation(self, tensors: Tensors) -> dict[str, Tensor]:
+        """Return those of the tensors that standardise what random features are made of."""
+        return {name: tensors[name] for name in (SHIFT, SCALE)}
 
-    def client_message(self, features: Tensor, labels: Tensor) -> Message:
-        """Return what a client sends of images with these features; without images, no tensors."""
+    def features(self, seen: Tensor, tensors: Tensors) -> Tensor:
+        """Return φ: what the head sees, as it is, or random features of that.
+
+        What that is standardised with is among the tensors. In float64 they do not depend on which images are together.
+        """
+        if not self.params.project:
+            return seen
+        vit: Any = self.context.net.module.vit
+        shift, scale = self.standardisation(tensors).values()
+        return expand(seen.double(), shift.double(), scale.double(), vit.head.projection.to(seen.device, torch.float64))
+
+    def sums(self, seen: Tensor, labels: Tensor, tensors: Tensors) -> Sums:
+        """Return the sums of features of images, given what the head sees of them."""
+        sums = Sums.zeros(self.context.num_classes, self.width, self.second_order, seen.device)
+        for start in range(0, len(labels), ROWS):
+            rows = slice(start, start + ROWS)
+            sums.add_(self.features(seen[rows], tensors), labels[rows].to(seen.device))
+        return sums
+
+    def client_message(self, seen: Tensor, labels: Tensor, body: Tensors) -> Message:
+        """Return what a client sends of images of which the head sees this; without images, no tensors."""
         numbers, num_classes = {"samples": len(labels)}, self.context.num_classes
         if not len(labels):
             return Message(numbers=numbers)
         if self.params.send == "features":
-            return Message({FEATURES: features.half(), LABELS: labels.to(label_dtype(num_classes))}, numbers)
+            return Message({FEATURES: seen.half(), LABELS: labels.to(label_dtype(num_classes))}, numbers)
         labels = labels.long()
-        sums = Sums.of(features, labels.to(features.device), num_classes, self.second_order)
+        sums = self.sums(seen, labels, body)
         return Message(sums.message(torch.unique(labels.cpu()), self.params.dtype), numbers)
 
-    def received(self, message: Message) -> Sums:
-        """Return the sums that a client sent; raises ``RejectedUpdateError`` if they cannot be sums of features."""
-        form = self.context.num_classes, self.width, self.second_order
-        device = self.context.device
+    def received(self, message: Message, tensors: Tensors) -> tuple[Sums, float]:
+        """Return the sums that a client sent, or those of the features that it sent, and the size of these features.
+
+        Raises
+        ------
+        RejectedUpdateError
+            They cannot be sums of features.
+        """
         if self.params.send == "features":
-            sums = sums_of_received_features(message.tensors, *form, device)
-        else:
-            sums = received_sums(message.tensors, *form, self.params.dtype, device)
-        if message.numbers.get("samples") != int(sums.samples):
-            raise RejectedUpdateError(
-                f"it reports {message.numbers.get('samples')} samples, and sums of {int(sums.samples)}"
-            )
-        return sums
+            seen, labels = self.received_features(message)
+            return self.sums(seen, labels, tensors), Moments.of(seen).size(len(labels))
+        form = self.context.num_classes, self.width, self.second_order
+        sums = received_sums(message.tensors, *form, self.params.dtype, self.context.device)
+        check_samples(message, int(sums.samples))
+        return sums, mean_size(sums)
+
+    def received_features(self, message: Message) -> tuple[Tensor, Tensor]:
+        """Return what the head sees of a client's images and their labels, as it sent them."""
+        seen, labels = received_features(
+            message.tensors, self.context.num_classes, self.seen_width, self.context.device
+        )
+        check_samples(message, len(labels))
+        return seen, labels
+
+
+def check_samples(message: Message, samples: int) -> None:
+    """Reject a message that reports other samples than those that it has sums or features of."""
+    if message.numbers.get("samples") != samples:
+        raise RejectedUpdateError(f"it reports {message.numbers.get('samples')} samples, and sums of {samples}")
 
 
 def check_pretrained(config: Config) -> None:
@@ -287,7 +359,7 @@ class RecordingStep:
     Attributes
     ----------
     width
-        Number of features: clients of heads that see others are not trained together.
+        Length of what the head sees: clients of heads that see something else are not trained together.
     """
 
     width: int
@@ -321,6 +393,9 @@ class SumsUpdate(Aggregator):
         self.answered = set(listed(server_state, ANSWERED))
         self.sizes: dict[int, float] = {}
         self.added: list[tuple[int, Sums]] = []  # class means are kept by client: they cannot be added
+        self.moments: Moments | None = None  # where clients' images are yet to standardise what the head sees
+        self.measured = 0
+        self.waiting: list[tuple[int, Tensor, Tensor]] = []  # features until then
         self.sums: Sums | None = None
         self.answers: Answers | None = None
         if stored := with_prefix(server_state.tensors, ANSWERS):
@@ -331,49 +406,88 @@ class SumsUpdate(Aggregator):
         if not message.tensors:
             if message.numbers.get("samples"):
                 raise RejectedUpdateError("it has images and sends nothing of them")
+        elif self.method.measures and MEASURED not in self.server_state.numbers:
+            self._measure(client, message)
+            if self.method.params.send == "sums":
+                return
         elif client not in self.counted:
-            self._add(client, self.method.received(message))
+            self._add(client, *self.method.received(message, self.server_state.tensors))
         elif self.method.params.regularization == "held-out" and client not in self.answered:
             self._add_answer(client, message)
         else:
             raise RejectedUpdateError("its sums were added before")
         (self.answered if client in self.counted else self.counted).add(client)
 
+    def _measure(self, client: int, message: Message) -> None:
+        """Add the moments of what the head sees of a client's images: it sent them, or what they follow from."""
+        method, samples = self.method, message.numbers.get("samples")
+        if method.params.send == "features":
+            seen, labels = method.received_features(message)
+            moments, samples = Moments.of(seen), len(labels)
+        elif isinstance(samples, int) and samples > 0:
+            moments = Moments.received(message.tensors, samples, method.seen_width, method.context.device)
+        else:
+            raise RejectedUpdateError(f"it reports {samples} samples, and sends sums of them")
+        self._check_size(client, moments.size(samples), samples)
+        self.moments = moments if self.moments is None else self.moments + moments
+        self.measured += samples
+        if method.params.send == "features":
+            self.waiting.append((client, seen, labels))
+
     def _add_answer(self, client: int, message: Message) -> None:
         names = (CORRECT, LOSSES)
         sent = {name: tensor for name, tensor in message.tensors.items() if name not in names}
-        sums, device = self.method.received(replace(message, tensors=sent)), self.method.context.device
+        sums, size = self.method.received(replace(message, tensors=sent), self.server_state.tensors)
+        device = self.method.context.device
         answers = Answers.received(message.tensors, int(sums.samples), self.method.params, device)
-        self._add(client, sums)
+        self._add(client, sums, size)
         self.answers = answers if self.answers is None else self.answers + answers
 
-    def _add(self, client: int, sums: Sums) -> None:
-        limits, samples = self.method.context.aggregation, float(sums.samples)
+    def _add(self, client: int, sums: Sums, size: float) -> None:
+        self._check_size(client, size, float(sums.samples))
+        self._add_sums(client, sums)
+
+    def _add_sums(self, client: int, sums: Sums) -> None:
+        if self.method.second_order:
+            self.sums = sums if self.sums is None else self.sums + sums
+        else:
+            self.added.append((client, sums))
+
+    def _check_size(self, client: int, size: float, samples: float) -> None:
+        limits = self.method.context.aggregation
         if limits.max_samples is not None and samples > limits.max_samples:
             raise RejectedUpdateError(
                 f"its number of samples is {samples:.0f}; aggregate.max_samples = {limits.max_samples}"
             )
-        size = mean_size(sums)
         if not math.isfinite(size) or (limits.max_change is not None and size > limits.max_change):
             raise RejectedUpdateError(
                 f"its features have the size {size:.3g}; aggregate.max_change = {limits.max_change}"
             )
         check_rms(size, [*self.earlier_sizes, *self.sizes.values()], limits, floor=0.0)
         self.sizes[client] = size
-        if self.method.second_order:
-            self.sums = sums if self.sums is None else self.sums + sums
-        else:
-            self.added.append((client, sums))
+
+    def _standardisation(self) -> tuple[dict[str, Tensor], dict[str, Number]]:
+        """Return what standardises what the head sees, by the images of this round's clients, and how many they are.
+
+        Features that have waited for it are added.
+        """
+        if self.moments is None:
+            return {}, {}
+        found = dict(zip((SHIFT, SCALE), self.moments.standardisation(self.measured), strict=True))
+        for client, seen, labels in self.waiting:
+            self._add_sums(client, self.method.sums(seen, labels, found))
+        return found, {MEASURED: self.measured}
 
     def finish(self) -> State:
         """Return the server's state with the sums so far and the head that they give."""
         before, method = self.server_state, self.method
+        standardisation, measured = self._standardisation()
         known = {name: tensor for name, tensor in before.tensors.items() if not name.startswith(HEADS)}
         stored = self._stored_sums()
         sums = sums_of_state(stored, method.context.num_classes)
         if sums is not None:
             stored |= method.solve(sums) if self.answers is None else method.solve_with_answers(sums, self.answers)
-        numbers = {**before.numbers, COUNTED: sorted(self.counted)}
+        numbers = {**before.numbers, **measured, COUNTED: sorted(self.counted)}
         if method.context.config.data.tasks is not None:
             numbers[TASK] = self.task_index
         if method.params.regularization == "held-out":
@@ -382,7 +496,7 @@ class SumsUpdate(Aggregator):
                 stored |= add_prefix(HEADS, heads_to_compare(sums, method.params))
             if self.answers is not None:
                 stored |= add_prefix(ANSWERS, self.answers.tensors())
-        return replace(before, tensors={**known, **stored}, numbers=numbers)
+        return replace(before, tensors={**known, **standardisation, **stored}, numbers=numbers)
 
     def _stored_sums(self) -> dict[str, Tensor]:
         """Return the tensors of all sums so far."""

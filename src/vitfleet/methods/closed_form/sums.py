@@ -10,6 +10,7 @@ class means; with these the server has Σφφᵀ again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,16 +18,18 @@ from torch import Tensor
 
 from vitfleet.message import Tensors, label_dtype
 from vitfleet.methods.reported import RejectedUpdateError
+from vitfleet.models.variants.wide_head import MIN_DEVIATION
 
 CLASSES, COUNTS, CLASS_SUMS, SCATTER = "classes", "counts", "class_sums", "scatter"  # the tensors of a message
 FEATURES, LABELS = "features", "labels"  # the tensors of a message of features
+MOMENTS, SQUARES = "moments", "squares"  # those of a message by which features are standardised
 GRAM = "gram"  # a state has it in place of the scatter
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 #: What a client's rounding may change in the scatter, beside its largest variance: more is a sign of wrong sums.
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 3e-2}
 #: The same beside the largest square: the scatter is a difference of two sums of squares in float64.
 _CANCELLATION = 1e-9
-_ROWS = 4096  # images whose features are float64 at once
+ROWS = 4096  # images whose features are float64 at once
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,17 @@ class Sums:
     def of(cls, features: Tensor, labels: Tensor, num_classes: int, second_order: bool = True) -> Sums:
         """Return the sums over images with these features, ``[images, features]``, and labels."""
         sums = cls.zeros(num_classes, features.shape[1], second_order, features.device)
-        for start in range(0, len(labels), _ROWS):
-            rows, classes = features[start : start + _ROWS].double(), labels[start : start + _ROWS]
-            sums.counts.index_add_(0, classes, rows.new_ones(len(rows)))
-            sums.class_sums.index_add_(0, classes, rows)
-            if sums.gram is not None:
-                sums.gram.addmm_(rows.T, rows)
+        for start in range(0, len(labels), ROWS):
+            sums.add_(features[start : start + ROWS], labels[start : start + ROWS])
         return sums
+
+    def add_(self, features: Tensor, labels: Tensor) -> None:
+        """Add images, in place."""
+        rows = features.double()
+        self.counts.index_add_(0, labels, rows.new_ones(len(rows)))
+        self.class_sums.index_add_(0, labels, rows)
+        if self.gram is not None:
+            self.gram.addmm_(rows.T, rows)
 
     def __add__(self, other: Sums) -> Sums:
         gram = None if self.gram is None or other.gram is None else self.gram + other.gram
@@ -168,17 +175,56 @@ def received_sums(
     return sums.with_scatter(scatter)
 
 
-def sums_of_received_features(
-    tensors: Tensors, num_classes: int, width: int, second_order: bool, device: torch.device
-) -> Sums:
-    """Return the sums of features that a client sent; raises as :func:`received_sums` does."""
+def received_features(tensors: Tensors, num_classes: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the features and the labels that a client sent; raises as :func:`received_sums` does."""
     rows = _length(tensors, LABELS)
     expected = {FEATURES: (torch.float16, (rows, width)), LABELS: (label_dtype(num_classes), (rows,))}
     tensors = _checked(tensors, expected, device)
     labels = tensors[LABELS].long()
     if rows and (int(labels.min()) < 0 or int(labels.max()) >= num_classes):
         raise RejectedUpdateError(f"its labels are not all between 0 and {num_classes - 1}")
-    return Sums.of(tensors[FEATURES], labels, num_classes, second_order)
+    return tensors[FEATURES], labels
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums of features and of their squares over some images, in float64, by which they are standardised."""
+
+    sums: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, features: Tensor) -> Moments:
+        """Return the sums over images with these features, ``[images, features]``."""
+        rows = features.double()
+        return cls(rows.sum(dim=0), rows.square().sum(dim=0))
+
+    @classmethod
+    def received(cls, tensors: Tensors, samples: int, width: int, device: torch.device) -> Moments:
+        """Return what a client sent of so many images; raises as :func:`received_sums` does."""
+        form = torch.float64, (width,)
+        tensors = _checked(tensors, {MOMENTS: form, SQUARES: form}, device)
+        least = tensors[MOMENTS].square() / max(1, samples)
+        if bool((tensors[SQUARES] < (1 - _CANCELLATION) * least).any()):
+            raise RejectedUpdateError("its sums of squares are smaller than its sums allow")
+        return cls(tensors[MOMENTS], tensors[SQUARES])
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.sums + other.sums, self.squares + other.squares)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of a message."""
+        return {MOMENTS: self.sums, SQUARES: self.squares}
+
+    def standardisation(self, samples: int) -> tuple[Tensor, Tensor]:
+        """Return what is subtracted and what it is multiplied with, of so many images."""
+        mean = self.sums / samples
+        variance = (self.squares / samples - mean.square()).clamp(min=MIN_DEVIATION**2)
+        return mean.float(), variance.rsqrt().float()
+
+    def size(self, samples: int) -> float:
+        """Return the root mean square of the features."""
+        return math.sqrt(float(self.squares.mean()) / samples)
 
 
 def _length(tensors: Tensors, name: str) -> int:

@@ -77,6 +77,11 @@ class Apfl(WeightAveraging[ApflParams]):
         """Return the work with a pass at the personal weights beside that at the shared ones."""
         return replace(super().declared_work(params, config), passes=2)
 
+    @classmethod
+    def takes_last_head(cls, params: ApflParams) -> bool:
+        """Return that it cannot: a client's model is a mixture of two heads that trained."""
+        return False
+
     def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Train w and v on the same batches, update α, send w."""
         received = {**job.base_weights, **job.message.tensors}

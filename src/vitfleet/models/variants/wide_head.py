@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from vitfleet.models.families.vit import INIT_STD, init_normal_, is_plain_vit
 from vitfleet.models.forward.functional_vit import FORWARD_PASS, BlockOutput, FunctionalViT
 from vitfleet.models.forward.stacked_ops import broadcast_channels
 from vitfleet.randomness import Address, Purpose
+
+if TYPE_CHECKING:
+    from vitfleet.models.net import Net
 
 SHIFT, SCALE = "head.shift", "head.scale"
 NOISE_CELLS = (2, 4, 8, 16)  # pixels of one colour, across
@@ -140,12 +143,40 @@ def _is_class_token_vit(vit: Any) -> bool:
 def standardise_on_noise(vit: Any) -> None:
     """Set shift and scale of random features to what the model's features are on images of noise.
 
-    The images are addressed by the seed of the random features: of single colours on grids of four sizes. A model
-    without random features is left as it is, as is one whose weights have no values.
+    A model without random features is left as it is, as is one whose weights have no values.
     """
     head = getattr(vit, "head", None)
     if not isinstance(head, WideHead) or head.projection is None or vit.cls_token.is_meta:
         return
+    weights = {**dict(vit.named_parameters()), **dict(vit.named_buffers())}
+    shift, scale = noise_standardisation(vit, weights)
+    head.shift.copy_(shift)
+    head.scale.copy_(scale)
+
+
+def unsolved_head(net: Net, body: Tensors) -> dict[str, Tensor]:
+    """Return a head whose logits are zero, which sees the features of a body that was trained with another one.
+
+    As in a model that is built with the weights of that body, random features are standardised on images of noise.
+    """
+    shapes, device = net.parts.shapes, next(iter(body.values())).device
+    head = {name: torch.zeros(shapes[name], device=device) for name in net.parts.head}
+    if SCALE not in head:
+        return head
+    vit: Any = net.module.vit
+    if vit.head.projection is None:
+        return {**head, SCALE: torch.ones_like(head[SCALE])}
+    on_host = {name: weight.cpu() for name, weight in body.items()}
+    shift, scale = noise_standardisation(vit, on_host)
+    return {**head, SHIFT: shift.to(device), SCALE: scale.to(device)}
+
+
+def noise_standardisation(vit: Any, weights: Tensors) -> tuple[Tensor, Tensor]:
+    """Return shift and scale of random features: what a body's features are on images of noise.
+
+    The images are addressed by the seed of the random features: of single colours on grids of four sizes.
+    """
+    head = vit.head
     rows, columns = vit.patch_embed.grid_size
     height, width = vit.patch_embed.proj.weight.shape[-2:]
     size = (rows * height, columns * width)
@@ -155,11 +186,15 @@ def standardise_on_noise(vit: Any) -> None:
         shape = (NOISE_IMAGES, vit.patch_embed.proj.in_channels, -(-size[0] // cell), -(-size[1] // cell))
         colours = rng.uniform(-1, 1, shape).astype(np.float32).repeat(cell, axis=2).repeat(cell, axis=3)
         images.append(torch.from_numpy(colours[..., : size[0], : size[1]].copy()))
-    weights = {**dict(vit.named_parameters()), **dict(vit.named_buffers())}
     with torch.no_grad():
-        features = WideHeadViT(vit).unstandardised(weights, torch.cat(images))
-    head.shift.copy_(features.mean(dim=0))
-    head.scale.copy_(1 / features.std(dim=0).clamp(min=MIN_DEVIATION))
+        seen = WideHeadViT(vit).representation(weights, torch.cat(images), None)
+    return seen.mean(dim=0), 1 / seen.std(dim=0).clamp(min=MIN_DEVIATION)
+
+
+def expand(seen: Tensor, shift: Tensor, scale: Tensor, projection: Tensor | None) -> Tensor:
+    """Return the input φ of the linear layer, given what the head sees: standardised, or random features of that."""
+    standardised = (seen - broadcast_channels(shift, seen)) * broadcast_channels(scale, seen)
+    return standardised if projection is None else F.linear(standardised, projection).relu()
 
 
 class WideHeadViT(FunctionalViT):
@@ -189,9 +224,9 @@ class WideHeadViT(FunctionalViT):
         ]
         return torch.cat([*earlier, super()._final_tokens(weights, outputs)], dim=-1)
 
-    def unstandardised(self, weights: Tensors, images: Tensor) -> Tensor:
-        """Return the features of images before shift and scale."""
-        return self._seen(self._final_tokens(weights, self._run(weights, images, None, 0, None, None)))
+    def representation(self, weights: Tensors, images: Tensor, keep: Tensor | None) -> Tensor:
+        """Return what the head sees, before it standardises that: no weight of the head is needed."""
+        return self._seen(self._final_tokens(weights, self._run(weights, images, keep, 0, None, None)))
 
     def _seen(self, tokens: Tensor) -> Tensor:
         """Return class token, mean of the patch tokens, or both, in float32."""
@@ -203,8 +238,4 @@ class WideHeadViT(FunctionalViT):
 
     def pool(self, weights: Tensors, tokens: Tensor) -> Tensor:
         """Return the input of the linear layer, ``[…, batch, features]``, in float32."""
-        pooled = self._seen(tokens)
-        standardised = pooled - broadcast_channels(weights[SHIFT], pooled)
-        standardised = standardised * broadcast_channels(weights[SCALE], pooled)
-        projection = self.vit.head.projection
-        return standardised if projection is None else F.linear(standardised, projection).relu()
+        return expand(self._seen(tokens), weights[SHIFT], weights[SCALE], self.vit.head.projection)

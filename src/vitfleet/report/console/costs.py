@@ -96,12 +96,13 @@ def round_times_table(reports: Sequence[CostReport], devices: Sequence[DeviceNam
 def head_lines(reports: Sequence[CostReport]) -> Iterator[str]:
     """Yield what solving the head costs a client, for each method with which it is solved."""
     for report in reports:
-        if (head := report.head) is not None:
-            yield (
-                f"{report.method}: the head is solved {head.times} times in a run; for it every client computes "
-                f"{head.gflops:,.3g} GFLOPs in {format_bytes(head.peak_memory_bytes)} of memory and sends "
-                f"{format_bytes(head.up_bytes)} each time"
-            )
+        for which, head in (("the head", report.head), ("the last head", report.last_head)):
+            if head is not None:
+                yield (
+                    f"{report.method}: {which} is solved {head.times} times in a run; for it every client computes "
+                    f"{head.gflops:,.3g} GFLOPs in {format_bytes(head.peak_memory_bytes)} of memory and sends "
+                    f"{format_bytes(head.up_bytes)} each time"
+                )
 
 
 def views_lines(reports: Sequence[CostReport]) -> Iterator[str]:

@@ -47,8 +47,9 @@ from vitfleet.run.checkpoints.manifest import (
 from vitfleet.run.state import InFlight, RunState, is_past_state
 from vitfleet.wire import parse_numbers, read_payload, write_payload
 
-# Names of the parts of a stored server state that hold the server optimiser's, and the sums of heads of earlier tasks.
-_MOMENTS, _HEAD_SUMS = "moments", "head-sums"
+# Names of parts of a stored server state: what the server optimiser keeps, the head of ``[head.last]``, and the sums of
+# heads of earlier tasks
+_MOMENTS, _LAST_HEAD, _HEAD_SUMS = "moments", "last-head", "head-sums"
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,11 @@ class StoredStates:
     def server(self) -> State:
         """Read the server's state, without its separately stored parts."""
         return _read_state(self.folder / self.manifest.server)
+
+    def last_head(self) -> State | None:
+        """Read the head of ``[head.last]``; ``None`` before it is solved."""
+        name = self.manifest.parts.get(_LAST_HEAD)
+        return None if name is None else _read_state(self.folder / name)
 
     def client(self, client: int) -> State | None:
         """Read a client's state; ``None`` if it has none."""
@@ -168,11 +174,11 @@ class Checkpoints:
         manifest = self.latest
         parts = {key: self._map(name) for key, name in manifest.parts.items()}
         self._parts = {
-            key: part.to(device) if is_past_state(key) or key in (_MOMENTS, _HEAD_SUMS) else part
+            key: part.to(device) if is_past_state(key) or key in (_MOMENTS, _LAST_HEAD, _HEAD_SUMS) else part
             for key, part in parts.items()
         }
         parts = dict(self._parts)
-        moments, head_sums = (parts.pop(key, State()) for key in (_MOMENTS, _HEAD_SUMS))
+        moments, last_head, head_sums = (parts.pop(key, State()) for key in (_MOMENTS, _LAST_HEAD, _HEAD_SUMS))
         stored = replace(self.read(manifest.server).to(device), parts=parts)
         server, in_flight = InFlight.unpack(stored, manifest.virtual_seconds)
         return RunState(
@@ -184,6 +190,7 @@ class Checkpoints:
             in_flight=in_flight,
             update_sizes=tuple(manifest.update_sizes),
             moments=moments,
+            last_head=last_head,
             head_sums=head_sums,
             stop_reason=manifest.stop_reason,
         )
@@ -204,9 +211,9 @@ class Checkpoints:
                 clients[client] = f"client-{client:06d}-round-{state.round:06d}.safetensors"
                 files[clients[client]] = client_state
         stored = state.in_flight.pack(state.server)
-        for key, part in ((_MOMENTS, state.moments), (_HEAD_SUMS, state.head_sums)):
-            if part.tensors:
-                stored = replace(stored, parts={**stored.parts, key: part})
+        own_parts = {_MOMENTS: state.moments, _LAST_HEAD: state.last_head, _HEAD_SUMS: state.head_sums}
+        more = {key: part for key, part in own_parts.items() if part.tensors}
+        stored = replace(stored, parts={**stored.parts, **more})
         parts = self._part_files(stored, state.round)
         written = self.latest.files() if self.latest else set()
         files |= {name: stored.parts[key] for key, name in parts.items() if name not in written}

@@ -50,8 +50,8 @@ class MetricContext:
     """
 
     def __init__(self, run: RunContext, state: RunState, record: RoundRecord, progress: Progress = NO_PROGRESS) -> None:
-        self._run = run
-        self._state = state
+        self._has_last_head = bool(state.last_head.tensors)
+        self._run, self._state = run.at_the_end(state)
         self._progress = progress
         self._results: dict[int, EvalResult | None] = {}
         self.round = state.round
@@ -98,7 +98,8 @@ class MetricContext:
         last_rounds = {client: self._state.last_seen.get(client) for client in clients}
         results: dict[int, EvalResult | None] = {}
         with self._progress.task(f"round {self.round}: local accuracy", len(clients)) as advance:
-            for reply in self._run.fleet.evaluate(EvalRequest(self._state.server, num_tasks, last_rounds)):
+            request = EvalRequest(self._state.server, num_tasks, last_rounds, self._has_last_head)
+            for reply in self._run.fleet.evaluate(request):
                 advance(1)
                 correct = sum(result.correct for result in reply.evaluations)
                 tested = sum(result.tested for result in reply.evaluations)

@@ -210,6 +210,7 @@ def save_server_model(context: RunContext, state: RunState) -> dict[str, Any]:
     Its accuracy is measured here where records do not have it: where a part of the model is a mean over clients.
     Remote clients keep their parts: without a global model, the server of a real fleet has no model to write.
     """
+    context, state = context.at_the_end(state)
     method = context.method
     if context.has_remote_clients and not method.has_global_model:
         return {}
