@@ -96,9 +96,9 @@ def test_the_head_after_all_tasks_is_that_of_all_images_at_once(
     stored = Sums.of_tensors(with_prefix(state.tensors, SUMS))
     for mine, theirs in zip(stored.tensors().values(), at_once.tensors().values(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-    mine, theirs = (solve(sums, method.params).head.folded() for sums in (stored, at_once))
-    torch.testing.assert_close(mine.weight, theirs.weight, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(mine.bias, theirs.bias, rtol=1e-9, atol=1e-9)
+    head, expected_head = (solve(sums, method.params).head.folded() for sums in (stored, at_once))
+    torch.testing.assert_close(head.weight, expected_head.weight, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(head.bias, expected_head.bias, rtol=1e-9, atol=1e-9)
     expected = method.solve(at_once)
     for name, tensor in expected.items():
         torch.testing.assert_close(state.tensors[name], tensor)
