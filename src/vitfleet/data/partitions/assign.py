@@ -187,7 +187,7 @@ def assign_tasks(
         return make_task_streams(tasks, clients, seed, train_labels, test_labels, num_classes)
     class_to_task = assign_classes_to_tasks(tasks, seed, num_classes)
     order = draw_task_order(tasks, seed, client=0)  # that of every client
-    divided: list[tuple[list[Ints], list[Ints]]] = []
+    held: list[tuple[Ints, Ints]] = []  # training and test images, task by task and within a task client by client
     for task in order.tolist():
         classes = np.flatnonzero(class_to_task == task)
         train, test = (np.flatnonzero(np.isin(labels, classes)) for labels in (train_labels, test_labels))
@@ -202,14 +202,11 @@ def assign_tasks(
             None if test_sources is None else test_sources[test],
             task,
         )
-        of_task = (train, partition.train), (test, partition.test)
-        divided.append(
-            tuple([images[held.for_client(client)] for client in range(clients)] for images, held in of_task)
-        )
-    train_indices, test_indices = (
-        ClientIndices.from_lists([held[split][client] for client in range(clients) for held in divided], tasks.count)
-        for split in (0, 1)
-    )
+        for client in range(clients):
+            held.append((train[partition.train.for_client(client)], test[partition.test.for_client(client)]))
+    by_client = [held[task * clients + client] for client in range(clients) for task in range(tasks.count)]
+    train_indices = ClientIndices.from_lists([train for train, _ in by_client], tasks.count)
+    test_indices = ClientIndices.from_lists([test for _, test in by_client], tasks.count)
     class_counts = train_indices.class_counts(train_labels, num_classes)
     return TaskStreams(class_to_task, np.tile(order, (clients, 1)), train_indices, test_indices, class_counts)
 

@@ -150,7 +150,7 @@ def _task_curves(run: RunData) -> LineChart | None:
         Curve("forgetting", 1, learned, [task.forgetting for task in tasks]),
     ]
     if tasks[0].with_task is not None:
-        told = [task.with_task and task.with_task.average_accuracy for task in tasks]
+        told = [task.with_task.average_accuracy if task.with_task else None for task in tasks]
         curves.append(Curve("average accuracy, the task is told", 2, learned, told))
     view = AxisView("tasks", "number of learned tasks", curves)
     return LineChart("forgetting", "Average accuracy and forgetting", "fraction", [view], percent=True)

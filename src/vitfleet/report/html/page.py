@@ -35,7 +35,8 @@ FIGURES = "figures"
 REFRESH_SECONDS = 5
 MAX_NAMES_LENGTH = 60
 # The columns of the page's two tables, as far as a configuration has values for them.
-RESULT_COLUMNS = ("accuracy", "local", "rounds", "traffic", "average", "forgetting")  # metrics come after these
+# Metrics come after these.
+RESULT_COLUMNS = ("accuracy", "local", "rounds", "traffic", "average", "incremental", "forgetting", "told")
 COST_COLUMNS = ("upload", "download", "trained", "gflops", "work", "memory", "virtual", "time")
 MAX_VERDICTS = 8  # configurations that are described in a sentence each
 SCRIPTS = ("page_svg.js", "page_charts.js", "page_values.js", "page.js")

@@ -150,10 +150,13 @@ def summary_so_far(records: Iterable[RoundRecord]) -> dict[str, Any]:
     """Return the parts of a summary that follow from the rounds so far of an unfinished run."""
     totals = _Totals.of(records)
     task = totals.task
+    continual = task and {"average_accuracy": task.average_accuracy, "forgetting": task.forgetting}
+    if continual and task and task.incremental_accuracy is not None:
+        continual["incremental_accuracy"] = task.incremental_accuracy
     return {
         "finished": False,
         "accuracy": totals.accuracies(),
-        "continual": task and {"average_accuracy": task.average_accuracy, "forgetting": task.forgetting},
+        "continual": continual,
         "message": totals.message(),
         "total": {"virtual_seconds": totals.last.virtual_seconds},
         "metrics": totals.metrics,
