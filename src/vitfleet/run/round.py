@@ -159,7 +159,7 @@ def _take_reply(
     up_bytes = message_size(reply.message)
     try:
         numbers = parse_numbers(reply.message.numbers, context.method)
-        update = reply.message
+        update = context.method.from_wire(reply.message)
         if isinstance(schedule, BufferedSchedule):
             update = apply_staleness(update, plan, state.server, schedule)
         aggregator.add(plan.client, update)
