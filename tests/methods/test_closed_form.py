@@ -520,6 +520,13 @@ def test_a_temperature_divides_the_logits(tiny_net: Net) -> None:
     torch.testing.assert_close(once["head.bias"], 2 * half["head.bias"])
 
 
+def test_a_class_without_images_has_a_bias_that_is_finite_in_every_type(tiny_net: Net) -> None:
+    features, labels = random_features()
+    head = method_of(tiny_net, temperature=0.01).solve(Sums.of(features, labels.clamp(min=1), CLASSES))
+    assert float(head["head.bias"][0]) == -1e4
+    assert bool(head["head.bias"].half().isfinite().all())
+
+
 # Configurations
 
 

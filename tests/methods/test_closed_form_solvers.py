@@ -339,3 +339,14 @@ def test_sums_of_few_bits_do_not_choose_a_gamma_below_their_rounding() -> None:
     features = factors @ torch.randn(8, 200, generator=random) + 0.1 * torch.randn(400, 200, generator=random)
     head = solve(sent_sums(features, labels, "bf16"), HeadSolver(solver="ridge")).head
     assert float((head.logits(features).argmax(dim=1) == labels).float().mean()) > 0.95
+
+
+def test_classes_that_seem_to_have_no_variance_give_finite_logits() -> None:
+    """Of one image of each class: within classes there is only rounding."""
+    features = torch.randn(NUM_CLASSES, 50, generator=torch.Generator().manual_seed(0))
+    sums = Sums.of(features, torch.arange(NUM_CLASSES), NUM_CLASSES)
+    solution = solve(sums, HeadSolver(solver="lda"))
+    head = solution.head.divided_by(temperature(solution, sums))
+    logits = head.logits(features)
+    assert bool((logits.argmax(dim=1) == torch.arange(NUM_CLASSES)).all())
+    assert 10 < float(logits.max() - logits.min()) < 1000

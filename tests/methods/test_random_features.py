@@ -119,7 +119,7 @@ def test_any_order_and_division_give_the_same_to_1e_9() -> None:
     heads = []
     for parts in ([len(labels)], [20, 1, len(labels) - 21], [len(labels) - 40, 40]):
         aggregator = method.aggregator(State(), 1)
-        pieces = list(zip(seen.split(parts), labels.split(parts), strict=True))
+        pieces = list(zip(torch.split(seen, parts), torch.split(labels, parts), strict=True))
         for client, (rows, its) in reversed(list(enumerate(pieces))):
             aggregator.add(client, method.client_message(rows, its, {}))
         tensors = aggregator.finish().tensors

@@ -165,7 +165,7 @@ def test_flowers_clients_send_the_same_bits(method: str, keys: Mapping[str, Any]
 
 
 def test_the_model_of_the_run_has_the_last_head(tmp_path: Path) -> None:
-    best = {"callbacks.best_model": {}}
+    best: dict[str, Any] = {"callbacks.best_model": {}}
     run = train("fed-full", tmp_path / "run", last(WIDE), best, {"metrics.local_accuracy": {}})
     record = last_record(run)
     assert record.head is not None
@@ -175,7 +175,8 @@ def test_the_model_of_the_run_has_the_last_head(tmp_path: Path) -> None:
     of_folder, of_file = run.model(), vitfleet.load_model(run.path / "model.safetensors")
     images = torch.rand(2, 1, 8, 8)
     torch.testing.assert_close(of_folder(images), of_file(images))
-    assert of_folder.vit.head.in_features == 192
+    vit: Any = of_folder.vit
+    assert vit.head.in_features == 192
     exported = vitfleet.export(run, "torch-export", tmp_path / "exported")
     assert exported.max_difference < 1e-3
     with pytest.raises(UserError, match="--to timm: its head sees features that timm's model does not have"):

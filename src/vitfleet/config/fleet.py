@@ -78,6 +78,11 @@ class FleetConfig(Table):
     clients: int = Field(10, ge=1, le=10**6, description="number of clients")
     per_round: int = Field(5, ge=1, description="clients per round")
     held_out: float = Field(0.0, ge=0, lt=1, description="share of the clients that never train")
+    message_dtype: Literal["fp32", "fp16", "bf16"] = Field(
+        "fp32",
+        description="type in which weights are sent, both ways; they are rounded to it, and float32 again where they "
+        "arrive",
+    )
     min_replies: int = Field(1, ge=1, description="with fewer usable replies a round changes nothing")
     devices: dict[DeviceName, Annotated[int, Field(ge=1)]] = Field(
         {}, description="hardware mix, as {agx = 2, tx2 = 2, nx = 8, nano = 8}; empty: no virtual clock"

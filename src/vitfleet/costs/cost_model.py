@@ -227,14 +227,14 @@ class CostModel:
 
     def up_bytes(self, dry_run_result: DryRun) -> int:
         """Return the encoded size of a client's message; an empty message is not sent."""
-        return message_size(dry_run_result.update.message)
+        return message_size(self.method.to_wire(dry_run_result.update.message))
 
     def down_bytes(self) -> tuple[int, int]:
         """Return the encoded sizes of the server's message in the method's cost round and of the base message."""
         server: State = self.method.initial_state(self.blank)
         return (
-            message_size(self.method.message_to_client(server, self.method.cost_round, 0, None)),
-            message_size(self.method.initial_broadcast(self.blank)),
+            message_size(self.method.to_wire(self.method.message_to_client(server, self.method.cost_round, 0, None))),
+            message_size(self.method.to_wire(self.method.initial_broadcast(self.blank))),
         )
 
 

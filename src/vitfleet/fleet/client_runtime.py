@@ -15,7 +15,7 @@ import torch
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Reply, Request, RequestKind
 from vitfleet.fleet.build import Components
-from vitfleet.message import State, Tensors, all_finite
+from vitfleet.message import Message, State, Tensors, all_finite
 from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method, start_client_update
 from vitfleet.training.driver import PendingUpdate, run_updates
 from vitfleet.training.execution.memory_budget import is_out_of_memory
@@ -61,13 +61,14 @@ class ClientRuntime:
         runtime = self.for_kind(request.kind)
         if runtime is not self:
             return runtime.pending_update(request, base_weights, client_state, shard)
+        message, base = (self.method.from_wire(sent) for sent in (request.message, Message(base_weights)))
         job = ClientRoundInput(
-            request.round, request.client, request.message, base_weights, client_state, shard, request.task_index
+            request.round, request.client, message, base.tensors, client_state, shard, request.task_index
         )
         if request.kind != "round":
             assert self.head_solver is not None
             own = self.method.own_body(client_state)
-            job = replace(job, base_weights={**base_weights, **own}, client_state=None)
+            job = replace(job, base_weights={**base.tensors, **own}, client_state=None)
             update = self.head_solver.client_update(job)
         else:
             update = start_client_update(self.method, job)
@@ -148,12 +149,13 @@ class ClientRuntime:
         evaluation = None
         if request.evaluate and update.model_weights:
             (evaluation,) = self.evaluate_tasks(update.model_weights, [ClientTask(request.client, request.task_index)])
-        return Reply(request.client, update.message, evaluation)
+        return Reply(request.client, self.method.to_wire(update.message), evaluation)
 
     def evaluate(
         self, server: State, base_weights: Tensors, client_state: State | None, clients: Sequence[int], num_tasks: int
     ) -> list[EvalReply]:
         """Evaluate the model of clients that have the same state, on each client's first tasks."""
+        base_weights = self.method.from_wire(Message(base_weights)).tensors
         if self.method.has_task_models:
             columns = []
             for task_index in range(num_tasks):

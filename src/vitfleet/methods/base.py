@@ -186,6 +186,7 @@ class Aggregator(ABC):
         """Return the server's new state. Tensors that no client sent are the same objects as before."""
 
 
+WIRE_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEAD_METHOD = "closed-form"  # it solves heads, by itself or for the table ``[head]``
 
 Params = TypeVar("Params", bound=MethodParams)
@@ -308,6 +309,33 @@ class Method(ABC, Generic[Params]):
     def cost_round(self) -> int:
         """The round whose costs a report states, where rounds differ: by default the first that trains the head."""
         return first_round_of_head(self.context.config)
+
+    # Messages
+
+    def to_wire(self, message: Message) -> Message:
+        """Return a message as it is sent: its weights in the type ``fleet.message_dtype``.
+
+        What else a method sends (features, sums, running statistics) has a type of its own.
+        """
+        return self._with_type(message, torch.float32, self._wire_type)
+
+    def from_wire(self, message: Message) -> Message:
+        """Return a message that was received, with its weights in float32."""
+        return self._with_type(message, self._wire_type, torch.float32)
+
+    @property
+    def _wire_type(self) -> torch.dtype:
+        return WIRE_TYPES[self.context.config.fleet.message_dtype]
+
+    def _with_type(self, message: Message, given: torch.dtype, wanted: torch.dtype) -> Message:
+        if given == wanted:
+            return message
+        weights = self.parts.parameters
+        tensors = {
+            name: tensor.to(wanted) if name in weights and tensor.dtype == given else tensor
+            for name, tensor in message.tensors.items()
+        }
+        return replace(message, tensors=tensors)
 
     # Server
 

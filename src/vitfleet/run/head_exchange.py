@@ -166,13 +166,15 @@ def solve_last_head(
 
 
 def body_message(method: Method[Any], body: Tensors, base: Tensors) -> Message:
-    """Return what a client needs besides the base message to compute features: what is not in it as it is.
+    """Return what a client needs besides the base message to compute features, as it is sent: what is not in that.
 
     That is the body, and what of the head no optimiser trains: the shift and the scale of its features.
     """
     parts = method.parts
     needed = [*parts.body, *(name for name in parts.head if name not in parts.parameters)]
-    return Message({name: body[name] for name in needed if not _same(base.get(name), body[name])})
+    sent = method.to_wire(Message({name: body[name] for name in needed})).tensors
+    known = method.to_wire(Message(base)).tensors
+    return Message({name: weight for name, weight in sent.items() if not _same(known.get(name), weight)})
 
 
 def _same(known: Tensor | None, weight: Tensor) -> bool:
@@ -183,13 +185,13 @@ def _plan(
     context: RunContext, exchange: HeadExchange, state: RunState, solver_state: State, body: Tensors
 ) -> tuple[list[_Plan], float]:
     """Return each client's part, and the time on the virtual clock at which the last one has replied."""
-    round, base_bytes = _round_of_images(context, state), message_size(context.base)
+    round, base_bytes = _round_of_images(context, state), message_size(context.method.to_wire(context.base))
     task_index = context.config.task_index(round)
     shared = body_message(context.method, body, context.base.tensors).tensors
     requests = []
     for client in training_clients(context.config):
         asked = exchange.solver.message_to_client(solver_state, round, client, None)
-        message = Message({**shared, **asked.tensors}, asked.numbers)
+        message = Message({**shared, **context.method.to_wire(asked).tensors}, asked.numbers)
         last_round = state.last_seen.get(client)
         request = Request(round, client, message, task_index=task_index, last_round=last_round, kind=exchange.kind)
         requests.append(request)

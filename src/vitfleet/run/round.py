@@ -180,12 +180,12 @@ def _take_reply(
     up_bytes, expected = message_size(reply.message), honest.update.message
     try:
         numbers = parse_numbers(reply.message.numbers, context.method)
-        update = reply.message
+        check_types(reply.message.tensors, plan.message.tensors)
+        update = context.method.from_wire(reply.message)
         check_names(numbers, expected.numbers, context.method)
         if update.tensors and not numbers["samples"]:
             raise RejectedUpdateError("its number of samples is 0, and it sends tensors")
         context.method.check_update(expected, update)
-        check_types(update.tensors, plan.message.tensors)
         if isinstance(schedule, BufferedSchedule):
             update = apply_staleness(update, plan, state.server, schedule)
         aggregator.add(plan.client, update)

@@ -44,7 +44,7 @@ class RoundPlanner:
 
     config: Config
     method: Method[Any]
-    base: Message
+    base: Message  # as it is sent
     virtual: VirtualFleet | None
 
     def plan(self, state: RunState, round: int) -> tuple[list[ClientPlan], InFlight]:
@@ -66,6 +66,7 @@ class RoundPlanner:
         if evaluates:
             more = self.method.evaluation_message(server, round)
             message = Message({**message.tensors, **more.tensors}, {**message.numbers, **more.numbers})
+        message = self.method.to_wire(message)
         base_bytes = message_size(self.base) if last_round is None else 0
         return ClientPlan(client, message, message_size(message) + base_bytes, last_round)
 

@@ -86,6 +86,8 @@ def open_run(
     components = build_components(config, net, len(data.classes), machine, class_to_task)
     last = build_last_components(config, len(data.classes), data.train.channels, data.train.image_size, machine)
     base = components.method.initial_broadcast(to_device(components.net.initial_weights(), machine.device))
+    sent = components.method.to_wire(base)
+    base = components.method.from_wire(sent)  # the server computes with what its clients have
     if processes.is_first:
         write_base(base, folder)
     images = ClientImages(config, data, partition, components.method.accumulates_tasks)
@@ -95,13 +97,13 @@ def open_run(
     cost_model = CostModel(cost_method, components.net, config.train, data.train.image_size)
     virtual: VirtualFleet | None = None
     if make_fleet is not None:  # remote clients have real clocks
-        fleet = make_fleet(config, data, folder, base)
+        fleet = make_fleet(config, data, folder, sent)
     else:
         virtual = _make_virtual_fleet(images, components, cost_model) if config.fleet.devices else None
         fleet = _make_local_fleet(images, components, last, base, evaluator, checkpoints, processes)
     if virtual is not None and processes.is_first:
         virtual.write(folder)
-    planner = RoundPlanner(config, components.method, base, virtual)
+    planner = RoundPlanner(config, components.method, sent, virtual)
     head = _make_head_exchange(images, components, virtual)
     parts = components.net, components.method, components.trainer
     context = RunContext(
@@ -181,9 +183,15 @@ def _with_last_head(context: RunContext, last: Components, virtual: VirtualFleet
     evaluator = replace(context.evaluator, net=last.net)
     exchange = _make_head_exchange(context.images, last, virtual)
     assert exchange is not None
-    parts = {"net": last.net, "method": last.method, "trainer": last.trainer}
-    config = last.method.context.config
-    return replace(context, config=config, **parts, evaluator=evaluator, head=replace(exchange, kind="last-head"))
+    return replace(
+        context,
+        config=last.method.context.config,
+        net=last.net,
+        method=last.method,
+        trainer=last.trainer,
+        evaluator=evaluator,
+        head=replace(exchange, kind="last-head"),
+    )
 
 
 def _make_virtual_fleet(images: ClientImages, components: Components, cost_model: CostModel) -> VirtualFleet:

@@ -28,9 +28,11 @@ from torch import Tensor
 from vitfleet.config.head import HeadSolver
 from vitfleet.methods.closed_form.sums import Sums
 
-ABSENT = -1e4  # the bias of a class without images
+ABSENT = -1e4  # the bias of a class without images: a number that is finite in fp16 too
 GAMMAS = tuple(10 ** (exponent / 4) for exponent in range(-20, 5))  # 1e-5 … 10
 MEANS_MARGIN = 9.0  # by how much the own logit is larger than another one on average, with means alone
+NO_VARIANCE = 1e-9  # of standardised features within classes; less is rounding: of one image of each class
+MAX_MARGIN = 100.0  # by which it is larger at most: with hardly any images, classes seem to have no variance
 MAX_FREEDOM = 0.8  # of the number of images: beyond, cross-validation from sums is not to be relied on
 
 
@@ -50,8 +52,8 @@ class Head:
         return Head(weight, bias, torch.zeros_like(self.shift), torch.ones_like(self.scale))
 
     def divided_by(self, temperature: float | Tensor) -> Head:
-        """Return the head whose logits are divided by a temperature."""
-        return replace(self, weight=self.weight / temperature, bias=self.bias / temperature)
+        """Return the head whose logits are divided by a temperature; a class without images stays where it is."""
+        return replace(self, weight=self.weight / temperature, bias=(self.bias / temperature).clamp(min=ABSENT))
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the logits of features, in float64."""
@@ -171,7 +173,7 @@ def lda(sums: Sums, shrinkage: float | None) -> Solution:
     """Return linear discriminant analysis; without a shrinkage, with the one of OAS (Chen et al., 2010)."""
     z = Standardised.of(sums)
     shrunk = z.within(sums)
-    added = shrunk.diagonal().mean()
+    added = shrunk.diagonal().mean().clamp(min=NO_VARIANCE)
     chosen = oas(shrunk, z.samples) if shrinkage is None else shrinkage
     shrunk.mul_(1 - chosen).diagonal().add_(chosen * added)
     inverse = _inverse(shrunk)
@@ -232,7 +234,7 @@ def temperature(solution: Solution, sums: Sums) -> float:
     products /= sums.samples
     variances = products.diagonal()[:, None] + products.diagonal() - 2 * products
     variance = float((others[:, None] * variances).sum())
-    return 2 * variance * solution.inflation / margin if variance > 0 else 1.0
+    return max(2 * variance * solution.inflation / margin, margin / MAX_MARGIN)
 
 
 def oas(covariance: Tensor, samples: float) -> float:
@@ -241,7 +243,11 @@ def oas(covariance: Tensor, samples: float) -> float:
     squares = float(torch.linalg.vector_norm(covariance)) ** 2 / width**2
     mean_variance = float(covariance.diagonal().mean())
     spread = squares - mean_variance**2 / width
-    return 1.0 if spread <= 0 else min(1.0, (squares + mean_variance**2) / ((samples + 1) * spread))
+    return (
+        1.0
+        if spread <= 0 or mean_variance < NO_VARIANCE
+        else min(1.0, (squares + mean_variance**2) / ((samples + 1) * spread))
+    )
 
 
 def _left(freedom: float, z: Standardised) -> float:
