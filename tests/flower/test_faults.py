@@ -103,7 +103,7 @@ FAULTS: Mapping[tuple[int, int], tuple[str, Callable[[RecordDict], RecordDict | 
     (1, 1): ("not finite", lambda content: with_changed_tensors(content, lambda tensor: tensor * float("nan"))),
     (2, 0): ("no reply within", lambda content: None),
     (2, 1): (
-        "and the shape|has the shape",
+        "and the shape|has the shape|expected: torch.float32",
         lambda content: with_changed_tensors(content, lambda tensor: tensor[..., :-1]),
     ),
     (3, 2): (

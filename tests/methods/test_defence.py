@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from conftest import MakeConfig
+from poison import POISONED, Cell, accuracy_of
 from vitfleet.config import load_config
 from vitfleet.message import Message, State
 from vitfleet.methods.aggregation.defence import capped, clip_around_median, clip_to_size, usual
 from vitfleet.methods.aggregation.rules import MeanParams
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.output.summary import read_summary
 from vitfleet.run.setup import open_run
 
 LOOSE = {"max_change": None, "max_ratio": None}
@@ -132,5 +134,20 @@ def test_a_run_with_the_defence_trains(method: str, tiny_config: MakeConfig, tmp
         run_rounds(open_run(tiny_config(*keys, f"aggregate.defence={defence}"), tmp_path / defence)).state.server
         for defence in ("clip", "off")
     ]
+    assert [read_summary(tmp_path / name)["defence"] for name in ("clip", "off")] == ["clip", "off"]
     assert all(bool(tensor.isfinite().all()) for tensor in states[0].tensors.values())
     assert any(not torch.equal(states[0].tensors[name], states[1].tensors[name]) for name in states[0].tensors)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["fedavg", "transfl"])
+def test_one_liar_of_ten_costs_three_points_at_most(method: str) -> None:
+    """Ten times the update in the wrong direction, with 10⁸ samples; without the defence the model is lost."""
+
+    def accuracy(rule: str, attack: str) -> float:
+        found, _ = accuracy_of(Cell("digits", method, rule, attack, 0), POISONED[method], [])
+        return float(found)
+
+    honest = accuracy("none", "none")
+    assert accuracy("clip", "flip, samples") >= honest - 3
+    assert accuracy("none", "flip, samples") < 50

@@ -145,7 +145,8 @@ class FlowerClient:
     def _train(self, payload: TrainPayload) -> Reply:
         request, (config, net) = payload.request, self._checked_config(payload.run_spec)
         check_range("task_index", request.task_index, 0, config.num_tasks - 1)
-        check_range("round", request.round, 1, config.rounds)
+        first = 0 if request.kind == "head" else 1  # a head may be solved before the first round
+        check_range("round", request.round, first, config.rounds)
         storage = ClientStorage.of_run(self.root, payload.run_spec.run_id)
         if payload.base is not None:
             check_size(payload.base, net, self.limits)
