@@ -173,7 +173,7 @@ def _track_step(
         tracker.ignore([*_tensors(training), images, *batch.tensors()])
         with tracker:
             group = [ClientTraining(training, shard, RngContext(0, 1, 0))]
-            inputs = stack_inputs(group, cpu_net, machine.device)
+            inputs = stack_inputs(group, machine.device)
             copied = tracker.live
             stack = ClientStack(trainer.engine, group, inputs)
             stack.restart(None, train.lr)
