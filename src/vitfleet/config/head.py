@@ -91,6 +91,15 @@ class HeadConfig(HeadSolver):
         """Whether a head is solved after rounds in which it was trained."""
         return self.solve_every is not None or self.solve_last
 
+    @property
+    def reason(self) -> tuple[str, object]:
+        """The first key because of which a head is solved, and its value."""
+        if self.is_solved_first:
+            return "head.start", self.start
+        if self.solve_every is not None:
+            return "head.solve_every", self.solve_every
+        return "head.solve_last", self.solve_last
+
     def times_solved(self, rounds: int) -> int:
         """Return how often the head is solved in a run of so many rounds."""
         after_rounds = sum(self.solve_due(round, round == rounds) for round in range(1, rounds + 1))

@@ -2,8 +2,8 @@
 
 Every client that may train, not only some as in a round, passes its images through the model without training. What it
 sends, and how a head is solved from it, is the method ``closed-form``: its client side runs beside the run's own
-method, on the body that clients of this method have. A client's state stays as it is. A new client receives the base
-message with the request and keeps it.
+method, on the body that clients of this method have. A client's state stays as it is. A new client receives the initial
+broadcast with the request and keeps it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from vitfleet.costs.cost_model import CostModel, message_size
-from vitfleet.costs.virtual_clock import close_round
 from vitfleet.errors import printable
 from vitfleet.fleet.base import NO_ROUND, Reply, Request, in_request_order
 from vitfleet.message import Message, Numbers, State, Tensors, add_numbers, with_numbers
@@ -27,7 +26,7 @@ from vitfleet.methods.reported import RejectedUpdateError, parse_numbers
 from vitfleet.progress import Progress
 from vitfleet.run.clients import VirtualFleet, training_clients
 from vitfleet.run.records import Accuracy, ClientRecord, HeadRecord
-from vitfleet.run.round_plan import TOO_LATE
+from vitfleet.run.round_plan import ClientPlan, plans_on_clock
 from vitfleet.run.state import RunState
 from vitfleet.wire import encode
 
@@ -57,14 +56,6 @@ class HeadExchange:
     virtual: VirtualFleet | None
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """One client's part in the exchange: its request and the record of it, as far as they are known before."""
-
-    request: Request
-    entry: ClientRecord
-
-
 def solve_head(
     context: RunContext, state: RunState, accuracy_before: Accuracy | None, progress: Progress
 ) -> tuple[RunState, HeadRecord]:
@@ -75,17 +66,17 @@ def solve_head(
     solver_state = exchange.solver.initial_state(body)
     plans, now = _plan(context, exchange, state, solver_state, body)
     aggregator = exchange.solver.aggregator(solver_state, state.round)
-    entries, accepted, lost_state, own_sums = _collect(context, exchange, plans, aggregator, progress)
+    entries, accepted, lost_state, own_sums = _collect(context, exchange, state.round, plans, aggregator, progress)
     server, solution = state.server, State()
     minimum = context.config.fleet.min_replies
     if len(accepted) >= minimum:
         solution = _solve(context, exchange.solver, aggregator, own_sums)
         server = context.method.with_head(server, context.method.parts.head.take(solution.tensors), state.round)
         server = context.method.with_client_heads(server, with_numbers(solution.tensors, CLIENT_HEADS))
-        entries = [_reject(entry, aggregator.rejected.get(entry.client)) for entry in entries]
+        entries = [entry.rejected(aggregator.rejected.get(entry.client)) for entry in entries]
     else:
         reason = f"set aside: usable replies are {len(accepted)}, and fleet.min_replies = {minimum}"
-        entries = [_reject(entry, reason) for entry in entries]
+        entries = [entry.rejected(reason) for entry in entries]
     known = {client: NO_ROUND for client in accepted if client not in state.last_seen}
     state = replace(
         state,
@@ -101,7 +92,7 @@ def solve_head(
 
 
 def body_message(method: Method[Any], body: Tensors, base: Tensors) -> Message:
-    """Return what a client needs besides the base message to compute features: what is not in it as it is.
+    """Return what a client needs besides the initial broadcast to compute features: what is not in it as it is.
 
     That is the body, and what of the head no optimiser trains: the shift and the scale of its features.
     """
@@ -116,70 +107,46 @@ def _same(known: Tensor | None, weight: Tensor) -> bool:
 
 def _plan(
     context: RunContext, exchange: HeadExchange, state: RunState, solver_state: State, body: Tensors
-) -> tuple[list[_Plan], float]:
+) -> tuple[list[ClientPlan], float]:
     """Return each client's part, and the time on the virtual clock at which the last one has replied."""
     round, base_bytes = state.round, message_size(context.base)
     shared = body_message(context.method, body, context.base.tensors).tensors
-    requests = []
+    plans = []
     for client in training_clients(context.config):
         asked = exchange.solver.message_to_client(solver_state, round, client, None)
-        message = Message({**shared, **asked.tensors}, asked.numbers)
-        last_round = state.last_seen.get(client)
-        requests.append(Request(round, client, message, last_round=last_round, kind="head"))
-    sizes = {
-        request.client: message_size(request.message) + (base_bytes if request.last_round is None else 0)
-        for request in requests
-    }
-    plans = [_Plan(request, ClientRecord(request.client, sizes[request.client], 0)) for request in requests]
+        message, last_round = Message({**shared, **asked.tensors}, asked.numbers), state.last_seen.get(client)
+        down_bytes = message_size(message) + (base_bytes if last_round is None else 0)
+        plans.append(ClientPlan(client, message, down_bytes, last_round))
+    now = state.in_flight.now
     if exchange.virtual is None:
-        return plans, state.in_flight.now
-    return _timed(exchange.virtual, context, plans, round, state.in_flight.now)
-
-
-def _timed(
-    virtual: VirtualFleet, context: RunContext, plans: Sequence[_Plan], round: int, now: float
-) -> tuple[list[_Plan], float]:
-    """Return the plans with the times of the virtual clock; of devices that are too slow or too small, as failures."""
-    failures = {plan.entry.client: virtual.failure_reason(plan.entry.client) for plan in plans}
-    seconds = {
-        plan.entry.client: virtual.seconds(round, plan.entry.client, plan.entry.down_bytes, None)
-        for plan in plans
-        if failures[plan.entry.client] is None
-    }
-    arrivals, end = close_round(context.config.fleet.schedule, len(seconds), now, seconds)
-    by_client = {arrival.client: arrival for arrival in arrivals}
-    timed = []
-    for plan in plans:
-        client = plan.entry.client
-        if client not in by_client:
-            timed.append(replace(plan, entry=replace(plan.entry, down_bytes=0, failure=failures[client])))
-            continue
-        arrival = by_client[client]
-        failure = (
-            None if arrival.counts else f"{TOO_LATE}: computing features takes {seconds[client]:.3g} virtual seconds"
-        )
-        timed.append(
-            replace(plan, entry=replace(plan.entry, began=arrival.began, ended=arrival.ended, failure=failure))
-        )
-    return timed, end
+        return plans, now
+    return plans_on_clock(exchange.virtual, plans, round, now, len(plans), {}, "computing features")
 
 
 def _collect(
-    context: RunContext, exchange: HeadExchange, plans: Sequence[_Plan], aggregator: Aggregator, progress: Progress
+    context: RunContext,
+    exchange: HeadExchange,
+    round: int,
+    plans: Sequence[ClientPlan],
+    aggregator: Aggregator,
+    progress: Progress,
 ) -> tuple[list[ClientRecord], list[int], list[int], dict[int, Sums]]:
     """Return every client's record, the clients whose update counts, those that have lost their state, and sums.
 
     The sums are those of single clients, where their own images count more for their heads.
     """
-    asked = {plan.request.client: plan for plan in plans if plan.entry.failure is None}
-    entries = {plan.entry.client: plan.entry for plan in plans}
+    asked = {plan.client: plan for plan in plans if plan.failure is None}
+    entries = {plan.client: plan.record(failure=plan.failure) for plan in plans}
     accepted, lost_state, own_sums = list[int](), list[int](), dict[int, Sums]()
     weighted = context.config.head.own_weight != 1
+    requests = (
+        Request(round, plan.client, plan.message, last_round=plan.last_round, kind="head") for plan in asked.values()
+    )
     with progress.task("the head: clients", len(asked)) as advance:
-        replies = context.fleet.train(plan.request for plan in asked.values())
-        for reply in in_request_order(replies, asked):
+        for reply in in_request_order(context.fleet.train(requests), asked):
             advance(1)
-            entries[reply.client] = entry = _take_reply(context, exchange, entries[reply.client], reply, aggregator)
+            entry = _take_reply(context, exchange, asked[reply.client], reply, aggregator)
+            entries[reply.client] = entry
             if entry.failure is None:
                 accepted.append(reply.client)
                 if weighted and reply.message is not None and reply.message.tensors:
@@ -192,18 +159,18 @@ def _collect(
 
 
 def _take_reply(
-    context: RunContext, exchange: HeadExchange, entry: ClientRecord, reply: Reply, aggregator: Aggregator
+    context: RunContext, exchange: HeadExchange, plan: ClientPlan, reply: Reply, aggregator: Aggregator
 ) -> ClientRecord:
+    """Add what a client sent to the aggregator and return the client's record."""
     if reply.message is None:
-        down_bytes = entry.down_bytes if reply.sent else 0
-        return replace(entry, down_bytes=down_bytes, failure=reply.failure or "no reply")
-    entry = replace(entry, up_bytes=message_size(reply.message))
+        return (plan if reply.sent else replace(plan, down_bytes=0)).record(failure=reply.failure or "no reply")
+    up_bytes = message_size(reply.message)
     try:
         numbers = parse_numbers(reply.message.numbers, exchange.solver)
-        aggregator.add(entry.client, reply.message)
+        aggregator.add(plan.client, reply.message)
     except RejectedUpdateError as error:
-        return replace(entry, failure=printable(str(error)))
-    return replace(entry, numbers=numbers, gflops=_gflops(context, exchange, entry.client, numbers))
+        return plan.record(up_bytes, failure=printable(str(error)))
+    return plan.record(up_bytes, numbers=numbers, gflops=_gflops(context, exchange, plan.client, numbers))
 
 
 def _gflops(context: RunContext, exchange: HeadExchange, client: int, numbers: Numbers) -> float | None:
@@ -242,10 +209,3 @@ def _client_heads(
         return {}
     more = context.config.head.own_weight - 1
     return {client: solver.solve(total + own.times(more)) for client, own in own_sums.items()}
-
-
-def _reject(entry: ClientRecord, reason: str | None) -> ClientRecord:
-    """Return a client's record as a failure, if what it sent was rejected."""
-    if reason is None or entry.failure is not None:
-        return entry
-    return replace(entry, numbers={}, gflops=None, failure=reason)

@@ -53,7 +53,7 @@ def run_round(
     server, moments, rejected = _aggregate(context, state, round, aggregator, accepted, progress)
     used = {client for client in accepted if client not in rejected}
     context.fleet.commit(used)
-    entries = sorted((_reject(entry, rejected.get(entry.client)) for entry in entries), key=lambda entry: entry.client)
+    entries = sorted((entry.rejected(rejected.get(entry.client)) for entry in entries), key=lambda entry: entry.client)
     reported = {entry.client: entry.numbers for entry in entries if entry.client in used}
     state = replace(
         state,
@@ -132,7 +132,7 @@ def _collect_updates(
         for plan in training.values():
             yield Request(round, plan.client, plan.message, evaluate, config.task_index(round), plan.last_round)
 
-    entries = [_entry(plan, failure=plan.failure) for plan in plans if plan.failure is not None]
+    entries = [plan.record(failure=plan.failure) for plan in plans if plan.failure is not None]
     lost_state = []
     with progress.task(f"round {round}: clients", len(training)) as advance:
         for reply in in_request_order(context.fleet.train(requests()), training):
@@ -150,7 +150,7 @@ def _take_reply(
     """Add a client's update to the aggregator and return the client's record."""
     schedule = context.config.fleet.schedule
     if reply.message is None:
-        return _entry(plan if reply.sent else replace(plan, down_bytes=0), failure=reply.failure or "no reply")
+        return (plan if reply.sent else replace(plan, down_bytes=0)).record(failure=reply.failure or "no reply")
     up_bytes = message_size(reply.message)
     try:
         numbers = parse_numbers(reply.message.numbers, context.method)
@@ -159,11 +159,11 @@ def _take_reply(
             update = apply_staleness(update, plan, state.server, schedule)
         aggregator.add(plan.client, update)
     except RejectedUpdateError as error:
-        return _entry(plan, up_bytes, failure=printable(str(error)))  # it may name what the client sent
+        return plan.record(up_bytes, failure=printable(str(error)))  # it may name what the client sent
     previous = None if reply.state_lost else state.client_metrics.get(plan.client)
     gflops = context.client_gflops(round, plan.client, numbers, previous)
     counts = {} if reply.evaluation is None else asdict(reply.evaluation)
-    return _entry(plan, up_bytes, numbers=numbers, gflops=gflops, **counts)
+    return plan.record(up_bytes, numbers=numbers, gflops=gflops, **counts)
 
 
 def _aggregate(
@@ -213,18 +213,6 @@ def _evaluate(context: RunContext, state: RunState, entries: Sequence[ClientReco
         context.method, state.round, state.server, context.base.tensors, context.fleet.client_state, progress
     )
     return Accuracy(accuracy, loss, models, local)
-
-
-def _entry(plan: ClientPlan, up_bytes: int = 0, **measured: Any) -> ClientRecord:
-    """Return a client's record: what was planned, what it sent, and the other fields of the record."""
-    return ClientRecord(plan.client, plan.down_bytes, up_bytes, began=plan.began, ended=plan.ended, **measured)
-
-
-def _reject(entry: ClientRecord, reason: str | None) -> ClientRecord:
-    """Return a client's record as a failure, if its update was rejected."""
-    if reason is None:
-        return entry
-    return replace(entry, numbers={}, correct=None, tested=None, gflops=None, failure=reason)
 
 
 def _mean_loss(entries: Sequence[ClientRecord]) -> float | None:
