@@ -35,7 +35,7 @@ ARGUMENTS = {
     "benchmarks/memory.py": TIMM,
     "benchmarks/plot_bars.py": "tasks bars --by model.dim",
     "benchmarks/plot_curves.py": "plain curves",
-    "benchmarks/report.py": "--rounds 2 --seeds 1",
+    "benchmarks/report.py": "--rounds 2 --seeds 1 --methods 2",
     "benchmarks/scaling.py": "memory --rounds 2",
     "benchmarks/speed.py": "vit --batch 4 --clients 2 --samples 4 --epochs 1 --repeats 1 --device cpu "
     "--ways eager solo stacked",
