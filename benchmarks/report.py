@@ -75,12 +75,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--methods", type=int, default=12, help="how many; of twelve, one is there twice")
     parser.add_argument("--out", type=Path, help="keep the runs and the report here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.out or Path(temporary)
         runs = []
-        for number in range(12):  # eleven methods, one of them twice
+        for number in range(args.methods):
             for seed in range(args.seeds):
                 runs.append(folder / f"run-{number}-s{seed}")
                 make_run(runs[-1], METHODS[number % len(METHODS)], seed, args.rounds + number // len(METHODS))

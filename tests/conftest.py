@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from hypothesis import HealthCheck, settings
 
 from vitfleet.cli import main
@@ -90,22 +91,36 @@ class InterruptAfter(Callback):
 
 # Files that take longest, in the order in which they are started: at the end of a run all cores should be busy.
 SLOW_FILES = (
-    "flower/test_fault_injection.py",
-    "run/test_continual.py",
-    "test_cli.py",
-    "test_scripts.py",
+    "flower/test_fleet_commands.py",
     "flower/test_real_fleet.py",
+    "test_scripts.py",
+    "test_documented_environments.py",
+    "training/test_client_stack.py",
+    "run/test_continual.py",
+    "test_example_methods.py",
+    "test_cli.py",
     "flower/test_flower_fleet.py",
-    "run/test_kill.py",
+    "run/test_solved_head.py",
+    "methods/test_closed_form.py",
+    "test_docs.py",
     "fleet/test_distributed.py",
     "models/test_net.py",
-    "costs/test_flops.py",
     "test_notebooks.py",
-    "test_docs.py",
+    "training/test_part_gradients.py",
+    "costs/test_flops.py",
+    "run/test_server_optimizer.py",
     "run/test_loop.py",
+    "report/test_page.py",
+    "flower/test_faults.py",
     "flower/test_worker.py",
-    "test_example_package.py",
 )
+
+
+def long_but(cases: Iterable[str], *quick: str) -> list[ParameterSet]:
+    """Return cases that are long but for a few: those of mechanisms that the others share."""
+    cases = list(cases)
+    assert set(quick) <= set(cases)
+    return [pytest.param(case, marks=[] if case in quick else pytest.mark.long) for case in cases]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -292,7 +292,10 @@ def test_a_run_interrupted_during_setup_can_be_resumed(
 
 
 @pytest.mark.usefixtures("without_figure_files")
-def test_run_without_a_configuration_compares_three_methods_on_one_partition(vitfleet: Command, tmp_path: Path) -> None:
+def test_run_without_a_configuration_compares_three_methods_on_one_partition(
+    vitfleet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitfleet.cli.compare.MAX_JOBS", 1)  # in this process: others take seconds to start
     sizes = options("data.limit=150", "train.epochs=1", "rounds=1")
     result = vitfleet(tmp_path, "run", *sizes, "--out", "both")
     assert result.returncode == 0, result.stderr

@@ -42,6 +42,7 @@ NOT_EXECUTED = {
     r"^vitfleet compare .*--jobs": "starts one process per run",
     r"^vitfleet cost \S*cifar100$": "takes half a minute: sixteen methods with a ViT-B/16",
     r"--best-of search": "needs the comparison before it, on a data set",
+    r"-s .* -s .*--seeds": "trains dozens of runs",
 }
 # Pages with many training commands, executed by the long tests.
 LONG_PAGES = {"researcher", "lecturer", "continual", "costs", "methods", "report", "using-models"}
@@ -201,7 +202,8 @@ def reduction(arguments: tuple[str, ...]) -> list[str]:
     overrides: tuple[str, ...] = SMALL_TASKS if any(config.data.tasks for config in configs) else SMALL
     if any(config.model.weights for config in configs):  # which fit one model only
         overrides = tuple(override for override in overrides if not override.startswith("model."))
-    return [part for override in overrides for part in ("-o", override)]
+    seeds = ["--seeds", "0"] if "--seeds" in arguments else []  # the last one counts
+    return seeds + [part for override in overrides for part in ("-o", override)]
 
 
 @pytest.mark.usefixtures("without_figure_files")

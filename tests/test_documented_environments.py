@@ -117,6 +117,7 @@ def test_the_tutorial_for_edge_engineers_as_it_stands(tmp_path: Path) -> None:
             stop_process_group(process)
 
 
+@pytest.mark.long
 def test_the_peers_are_compared_where_their_page_was_followed(tmp_path: Path) -> None:
     page = ROOT / "benchmarks" / "README.md"
     peers = [

@@ -27,7 +27,7 @@ TIMM = "--model vit_tiny_patch16_224 --methods fed-full --batch 1 --device cpu"
 ARGUMENTS = {
     "benchmarks/attack.py": "--methods fedavg --most 8 --drawn 2",
     "benchmarks/attack_server.py": "requests --methods fedavg --most 12 --drawn 1",
-    "benchmarks/bandwidth.py": f"--clients 2 --runs runs --out figures {TASKS}",
+    "benchmarks/bandwidth.py": f"--clients 2 --runs runs --out figures {TASKS} -o data.tasks.count=2",
     "benchmarks/captured_steps.py": f"digits {RUN}",
     "benchmarks/client_step.py": f"{TIMM} --steps 1",
     "benchmarks/digests.py": "fedavg",
@@ -38,11 +38,11 @@ ARGUMENTS = {
     "benchmarks/plot_bars.py": "tasks bars --by model.dim",
     "benchmarks/plot_curves.py": "plain curves",
     "benchmarks/poison.py": f"run poison.csv --methods fedavg --rules clip --attacks none scaled --seeds 0 {RUN}",
-    "benchmarks/report.py": "--rounds 2 --seeds 1",
+    "benchmarks/report.py": "--rounds 2 --seeds 1 --methods 2",
     "benchmarks/scaling.py": "memory --rounds 2",
     "benchmarks/speed.py": "vit --batch 4 --clients 2 --samples 4 --epochs 1 --repeats 1 --device cpu "
     "--ways eager solo stacked",
-    "benchmarks/sweep_k.py": f"fedvit-digits --k 4 1 --rankings wasserstein --out k {TASKS}",
+    "benchmarks/sweep_k.py": f"fedvit-digits --k 2 1 --rankings wasserstein --out k {TASKS} -o data.tasks.count=3",
     "benchmarks/targets.py": "plain --reference fedavg",
     "benchmarks/utilisation.py": "--batch 1 --steps 1 --size 64 --device cpu",
     "scripts/make_digits_weights.py": "weights.safetensors 64",

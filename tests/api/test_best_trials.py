@@ -139,7 +139,18 @@ def test_a_comparison_of_an_older_version_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_figure_files")
 def test_the_command_prints_what_was_best(vitfleet: Command, tmp_path: Path) -> None:
-    swept = ["-s", "train.lr=1e-9,1e-8,3e-3", "-o", "data.validation=0.2", "-o", "rounds=3", "--out", "search"]
+    swept = [
+        "-s",
+        "train.lr=1e-9,1e-8,3e-3",
+        "-o",
+        "data.validation=0.2",
+        "-o",
+        "rounds=3",
+        "-o",
+        "data.limit=500",
+        "--out",
+        "search",
+    ]
     result = vitfleet(tmp_path, "compare", "digits", "--method", "fedavg", *swept)
     assert result.returncode == 0, result.stderr
     final = vitfleet(tmp_path, "compare", "--best-of", "search", "--out", "final")

@@ -53,6 +53,7 @@ def test_variant_of_another_form_is_rejected(wrong: str) -> None:
         variants([wrong])
 
 
+@pytest.mark.usefixtures("without_figure_files")
 def test_table_has_means_and_deviations_over_seeds(tmp_path: Path) -> None:
     comparison = vitfleet.compare(
         "digits", methods=["fedavg", "standalone"], seeds=[0, 1], overrides=SMALL, out=tmp_path / "both"

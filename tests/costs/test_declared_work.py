@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import MakeConfig
+from conftest import MakeConfig, long_but
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig
 from vitfleet.costs.cost_model import CostModel
@@ -127,7 +127,11 @@ def shapes(state: State | None, but: str = "no name") -> dict[str, Any]:
     return {name: (t.shape, t.dtype) for name, t in tensors.items() if not name.startswith(but)}
 
 
-@pytest.mark.parametrize("label", [*WITH_STATE, *MORE_STATES, "apfl", "transfl", "eftvit", "standalone"])
+LABELS = (*WITH_STATE, *MORE_STATES, "apfl", "transfl", "eftvit", "standalone")
+LIKE_OTHERS = {"a-gem", "mas", "er", "der++", "bcn", "fedper", "fedrep", "fedvit", "joint"}
+
+
+@pytest.mark.parametrize("label", long_but(LABELS, *(label for label in LABELS if label not in LIKE_OTHERS)))
 def test_the_state_found_by_dry_runs_is_the_one_that_clients_keep(
     label: str, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:

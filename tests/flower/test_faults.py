@@ -176,7 +176,7 @@ def test_client_that_lost_its_state_is_treated_as_new(tiny_config: MakeConfig, t
     assert 2 not in state.last_seen
     state, record = run_round(context, state, 3)
     assert [entry.failure for entry in record.clients] == [None] * CLIENTS
-    assert record.clients[2].down_bytes > record.clients[1].down_bytes, "a new client receives the base message"
+    assert record.clients[2].down_bytes > record.clients[1].down_bytes, "a new client receives the initial broadcast"
     assert state.last_seen[2] == 3
 
 

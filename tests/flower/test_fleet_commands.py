@@ -150,6 +150,7 @@ def test_a_fleet_with_every_option(commands: Commands) -> None:
     assert "round 3: trained on" in commands.output("garden")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_fleet_without_certificates(commands: Commands, fleet_folder: Path) -> None:
     """With the other options' defaults. What a client's owner does not allow is refused with the reason."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from loopback import HandleMessage, LocalClients, client_names, defended, export_images
 
-from conftest import DIGITS_BODY, MakeConfig
+from conftest import DIGITS_BODY, MakeConfig, long_but
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
 from vitfleet.data.partitions.assign import assign_images
@@ -33,6 +33,8 @@ OVERRIDES: Mapping[str, tuple[str, ...]] = {
     "fedvit": ("train.epochs=2", "method.head_epochs=1"),
 }
 TASKS = ("data.tasks.count=3", "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=2")
+#: What of a method the fleet's kind could change: states of clients and server, parts of it, reports, tasks, the model.
+DIFFERENT = ("fedprox", "transfl", "apfl", "eftvit", "closed-form", "fedrep", "fedvit", "fedweit", "lvt")
 CONTINUAL_METHODS = {entry.name for entry in METHODS if entry.target.needs_tasks}
 
 
@@ -62,7 +64,7 @@ def same_server_state(first: RunState, second: RunState) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", sorted(METHODS.names()))
+@pytest.mark.parametrize("name", long_but(sorted(METHODS.names()), *DIFFERENT))
 def test_flower_fleet_equals_simulation(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     tasks = (*TASKS, "rounds=6") if name in CONTINUAL_METHODS else ()
     assert_equals_simulation(
@@ -93,7 +95,7 @@ def test_devices_that_only_compute_features_receive_the_model_to_evaluate_it(
     assert with_model == {client_names(tiny_config())[client] for client in devices}
 
 
-@pytest.mark.parametrize("name", ["fedavg", "apfl", "fedper", "standalone"])
+@pytest.mark.parametrize("name", long_but(["fedavg", "apfl", "fedper", "standalone"], "fedavg", "fedper"))
 @pytest.mark.parametrize("scenario", ["task", "class"])
 def test_flower_fleet_equals_simulation_on_tasks(
     name: str, scenario: str, tiny_config: MakeConfig, tmp_path: Path

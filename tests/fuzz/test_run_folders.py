@@ -133,7 +133,7 @@ def check_folders(run: Interrupted, out: Path, examples: int, seed: int, counts:
 
 def test_mutated_run_folders(interrupted: Interrupted, tmp_path: Path) -> None:
     counts = Counter[str]()
-    check_folders(interrupted, tmp_path, 8, 0, counts)
+    check_folders(interrupted, tmp_path, 4, 0, counts)
     assert counts["finished"]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import vitfleet
-from conftest import CLASSES, Command, InterruptAfter, MakeShard, context_of
+from conftest import CLASSES, Command, InterruptAfter, MakeShard, context_of, long_but
 from digests import digest
 from emulated_graphs import set_up_with_graphs
 from vitfleet.config import load_config
@@ -157,7 +157,7 @@ def test_any_partition_gives_the_head_of_all_images(kind: str, tmp_path: Path) -
     assert accuracy_of(runs["skewed"]) > 0.8
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(KINDS, "lda", "random features", "masked", "held-out"))
 def test_stacked_and_captured_steps_record_what_single_ones_do(
     kind: str, tmp_path: Path, captured: list[CudaGraphRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

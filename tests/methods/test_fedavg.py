@@ -110,6 +110,7 @@ def test_the_client_half_trains_what_was_sent_and_sends_it_back(
     work = method.client_update(ClientRoundInput(1, 4, down, base_weights={}, client_state=None, shard=NO_IMAGES))
     training = next(work)
     assert training.epochs == 2
+    assert not training.constants, "a step that needs what was received says so"
     assert set(training.weights) == set(tiny_net.parts.shapes)
     assert all(torch.equal(weight, server.tensors[name]) for name, weight in training.weights.items())
     result = make_trainer(epochs=2).train(training, make_shard(0, 15), RngContext(0, 1, 4))

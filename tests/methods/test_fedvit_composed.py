@@ -239,16 +239,16 @@ def test_stored_samples_keep_as_many_patches_as_the_batch_whoever_is_stacked(
         return ClientTraining(training, make_shard(0, 8), RngContext(0, 1, client))
 
     group = [training(sizes, 0.5, client) for client, sizes in enumerate([(11, 3), (9, 5)])]
-    together = stack_inputs(group, tiny_net, CPU).sets[MEMORY].tensors["keep"]
+    together = stack_inputs(group, CPU).sets[MEMORY].tensors["keep"]
     assert together.shape == (2, 2, 16, 2)  # clients, parts, samples with padding, patches
     for client, (alone, size) in enumerate(zip(group, (11, 9), strict=True)):
-        keep = stack_inputs([alone], tiny_net, CPU).sets[MEMORY].tensors["keep"]
+        keep = stack_inputs([alone], CPU).sets[MEMORY].tensors["keep"]
         assert torch.equal(together[client, :, :size], keep[:, :size])
         assert (keep[:, :size, 0] != keep[:, :size, 1]).all()
         assert set(keep[:, :size].flatten().tolist()) == {0, 1, 2, 3}
     assert not torch.equal(together[0, 0, :9], together[1, 0, :9]), "each client's mask is its own"
     for ratio in (None, 0.0):
-        assert "keep" not in stack_inputs([training((11, 3), ratio, 0)], tiny_net, CPU).sets[MEMORY].tensors
+        assert "keep" not in stack_inputs([training((11, 3), ratio, 0)], CPU).sets[MEMORY].tensors
 
 
 def add_reference(view: StepView, batch: Samples) -> Tensors:

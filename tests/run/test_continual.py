@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from conftest import InterruptAfter
+from conftest import InterruptAfter, long_but
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config
 from vitfleet.data.tasks import TaskStreams
@@ -238,7 +238,9 @@ METHODS = (
 )
 
 
-@pytest.mark.parametrize("method", [*METHODS, "transfl", "eftvit"])
+@pytest.mark.parametrize(
+    "method", long_but([*METHODS, "transfl", "eftvit"], "fedavg", "apfl", "fedper", "gem", "ewc", "joint", "eftvit")
+)
 def test_every_method_learns_the_same_task_streams(method: str, fedvit: Finished, tmp_path: Path) -> None:
     extra = {"transfl": ("method.k=1",), "eftvit": ("method.local_layers=1",)}.get(method, ())
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={method}", "data.tasks.count=2", *extra])
@@ -273,12 +275,15 @@ def test_the_learning_rate_schedule_restarts_with_each_task(tmp_path: Path) -> N
     assert rates[0] > rates[1] > rates[2]
 
 
+STACKED = {"paper": (), "other keys": OTHER_KEYS, "angle": ("method.task_ranking=angle",)}
+
+
 @pytest.mark.usefixtures("checked_angles")
-@pytest.mark.parametrize("more", [(), OTHER_KEYS, ("method.task_ranking=angle",)], ids=["paper", "other keys", "angle"])
-def test_stacked_clients_train_like_single_ones(more: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", long_but(STACKED, "other keys"))
+def test_stacked_clients_train_like_single_ones(keys: str, tmp_path: Path) -> None:
     """Memories of unequal sizes, parts that some clients lack, ranking and rotation: with a client dimension."""
-    keys = *more, "method.k=1", "train.optimizer=sgd", "train.lr=0.05"
-    alone, together = (open_run(tiny(*keys, f"machine.stack_size={size}"), tmp_path / str(size)) for size in (1, 3))
+    more = *STACKED[keys], "method.k=1", "train.optimizer=sgd", "train.lr=0.05"
+    alone, together = (open_run(tiny(*more, f"machine.stack_size={size}"), tmp_path / str(size)) for size in (1, 3))
     state, other = load_state(alone), load_state(together)
     for round in range(1, 9):
         state, record = run_round(alone, state, round)
@@ -292,7 +297,7 @@ def test_stacked_clients_train_like_single_ones(more: tuple[str, ...], tmp_path:
         torch.testing.assert_close(other.server.tensors[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["ewc", "mas"])
+@pytest.mark.parametrize("method", long_but(["ewc", "mas"], "ewc"))
 def test_stacked_penalties_and_importances_are_those_of_single_clients(method: str, tmp_path: Path) -> None:
     """Clients with and without a penalty in one round, images of unequal number, augmented and masked."""
     keys = (
@@ -325,7 +330,7 @@ def test_stacked_penalties_and_importances_are_those_of_single_clients(method: s
             assert float((theirs.tensors[name] - tensor).norm()) <= 1e-3 * float(tensor.norm()) + 1e-4, name
 
 
-@pytest.mark.parametrize("method", ["ewc", "mas"])
+@pytest.mark.parametrize("method", long_but(["ewc", "mas"], "mas"))
 def test_a_penalty_that_diverges_is_reported_with_client_round_and_step(method: str, tmp_path: Path) -> None:
     keys = f"method.name={method}", "method.penalty_weight=1e30", "train.optimizer=sgd", "data.tasks.count=2"
     run_rounds(open_run(load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, *keys]), tmp_path))
@@ -346,7 +351,7 @@ def test_a_penalty_that_diverges_is_reported_with_client_round_and_step(method: 
     assert all(record.loss is None or np.isfinite(record.loss) for record in records)
 
 
-@pytest.mark.parametrize("method", ["fedknow", "er", "der++", "dytox", "bcn", "joint"])
+@pytest.mark.parametrize("method", long_but(["fedknow", "er", "der++", "dytox", "bcn", "joint"], "fedknow", "dytox"))
 def test_clients_of_other_methods_train_stacked_as_alone(method: str, tmp_path: Path) -> None:
     """Buffers of unequal sizes, clients that missed a task, unions of tasks: with a client dimension."""
     keys = *WITHOUT_HEAD_EPOCHS, f"method.name={method}", "train.optimizer=sgd", "train.lr=0.05"
@@ -406,12 +411,9 @@ RESUMED = {
     "apfl": (*WITHOUT_HEAD_EPOCHS, "method.name=apfl"),
     "fedweit": (*WITHOUT_HEAD_EPOCHS, "method.name=fedweit", "data.tasks.count=4", "train.epochs=1"),
 }
-RESUMED_IN_SECONDS = {"fedvit", "a-gem", "er", "der++", "fedweit"}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in RESUMED_IN_SECONDS else pytest.mark.long) for case in RESUMED]
-)
+@pytest.mark.parametrize("case", long_but(RESUMED, "fedvit", "der++", "fedweit"))
 def test_a_run_interrupted_within_a_task_resumes_bit_for_bit(case: str, fedvit: Finished, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", RESUMED[case])
     if case == "fedvit":

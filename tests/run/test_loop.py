@@ -82,8 +82,7 @@ def test_runs_of_one_seed_write_the_same_bytes(method: str, tiny_config: MakeCon
 
 
 @METHODS
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("interrupted", [1, 2, 3])
+@pytest.mark.parametrize(("every", "interrupted"), [(1, 2), (2, 1), (2, 2), (2, 3)])
 def test_a_run_interrupted_before_a_checkpoint_ends_like_an_undisturbed_one(
     method: str, every: int, interrupted: int, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import vitfleet as api
-from conftest import Command, InterruptAfter, MakeConfig
+from conftest import Command, InterruptAfter, MakeConfig, long_but
 from vitfleet.config.keys import every_key
 from vitfleet.config.registry import METHODS, SERVER_OPTIMIZERS
 from vitfleet.config.schema import Config
@@ -95,7 +95,11 @@ def compared(before: RunState, plain: RunState, optimized: RunState) -> Iterator
         yield name, before.server.tensors[name], aggregate, optimized.server.tensors[name]
 
 
-@pytest.mark.parametrize("name", AVERAGING)
+#: Parts of the model, other weights than the model's, tasks, and what aggregations do besides.
+DIFFERENT = ("transfl", "apfl", "fed-prompt", "fedbfpt", "fedvit", "fedweit", "dytox")
+
+
+@pytest.mark.parametrize("name", long_but(AVERAGING, *DIFFERENT, *(name for name in AVERAGING if " with " in name)))
 def test_the_first_round_is_a_step_along_the_aggregated_change(
     name: str, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import vitfleet
-from conftest import InterruptAfter
+from conftest import InterruptAfter, long_but
 from digests import digest
 from vitfleet.config import load_config
 from vitfleet.errors import ConfigError
 from vitfleet.flower.server.fleet import fleet_factory
 from vitfleet.message import with_prefix
 from vitfleet.methods.personal.shared_body import SOLVED, solved_head
+from vitfleet.report.console.costs import head_lines
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.context import load_state
 from vitfleet.run.loop import run_rounds
@@ -111,7 +114,9 @@ def solved_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return head_in_file(run.path / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", long_but(METHODS, "transfl", "apfl", "fed-lora", "fedbfpt", "eftvit", "eftvit, averaged", "fedrep")
+)
 def test_every_method_starts_with_the_head_that_the_method_closed_form_solves(
     name: str, tmp_path: Path, solved_alone: dict[str, Tensor]
 ) -> None:
@@ -162,7 +167,7 @@ def test_a_head_that_is_solved_last_is_that_of_the_method_closed_form_on_the_tra
     assert equal(head_in_file(after.path / "model.safetensors"), head_in_file(alone.path / "model.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["fedavg", "eftvit", "eftvit, averaged", "fedper"])
+@pytest.mark.parametrize("name", long_but(["fedavg", "eftvit", "eftvit, averaged", "fedper"], "eftvit", "fedper"))
 @pytest.mark.parametrize("interrupted", [0, 2])
 def test_an_interrupted_run_ends_with_the_same_bits(name: str, interrupted: int, tmp_path: Path) -> None:
     keys = {**START, "head.solve_every": 2, "rounds": 3, "machine.checkpoint_every": 3}
@@ -310,6 +315,18 @@ def test_devices_take_time_for_the_head(tmp_path: Path) -> None:
     assert max(client.ended or 0 for client in first.head.clients) == first.virtual_seconds
 
 
+def test_clients_that_are_too_late_for_the_head_do_not_count(tmp_path: Path) -> None:
+    late = {"fleet.devices": {"nano": 1}, "fleet.schedule.kind": "deadline", "fleet.schedule.seconds": 1e-6}
+    first, *_ = records_of(train("fedavg", tmp_path / "run", START, late))
+    assert first.head is not None
+    assert first.virtual_seconds == 1e-6
+    assert not first.head.solution
+    for client in first.head.clients:
+        assert client.failure is not None
+        assert re.match(r"too late: computing features takes .* virtual seconds, the round ended", client.failure)
+        assert (client.began, client.ended) == (0.0, 1e-6)
+
+
 def test_costs_count_the_head() -> None:
     keys = keys_of("fedavg", START, AGAIN)
     (report,) = vitfleet.cost(PRESET, method="fedavg", methods=["fedavg"], overrides=keys)
@@ -317,6 +334,10 @@ def test_costs_count_the_head() -> None:
     assert report.head.times == 3
     assert 0 < report.head.gflops < report.round_gflops
     assert 0 < report.head.peak_memory_bytes < report.peak_memory_bytes
+    (line,) = head_lines([report])
+    assert "the head is solved 3 times in a run" in line
+    (line,) = head_lines([replace(report, head=replace(report.head, times=1))])
+    assert "the head is solved once in a run" in line
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from clients_alone import assert_close, check_stacked, make_group, random_weights, stored_to_draw
 from torch import Tensor
 
-from conftest import CLASSES, DIGITS_BODY, MakeConfig, MakeShard, MakeTrainer
+from conftest import CLASSES, DIGITS_BODY, MakeConfig, MakeShard, MakeTrainer, long_but
 from emulated_graphs import set_up_with_graphs
 from vitfleet.config import registry
 from vitfleet.config.schema import AugmentConfig, ModelConfig
@@ -201,7 +201,21 @@ def test_every_method_is_among_them() -> None:
     assert {method.split(",")[0] for method in METHODS} == built_in
 
 
-@pytest.mark.parametrize("method", METHODS)
+#: Their steps, and what they keep, are those of others.
+LIKE_OTHERS = (
+    "fed-full",
+    "fed-head",
+    "fed-bias",
+    "fed-prompt, shallow",
+    "standalone",
+    "fedper",
+    "a-gem",
+    "mas",
+    "joint",
+)
+
+
+@pytest.mark.parametrize("method", long_but(METHODS, *(method for method in METHODS if method not in LIKE_OTHERS)))
 def test_every_method_has_the_same_result_stacked_and_captured(
     method: str, captured: list[object], tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -44,22 +45,69 @@ class Frozen:
         return view.grad(cross_entropy, batch)
 
 
+class Methods:
+    """Steps may be functions of one object, such as the method itself."""
+
+    def step(self, view: StepView, batch: Samples) -> Tensors:
+        return view.grad(cross_entropy, batch)
+
+
+METHODS = Methods()
+
+
 def training_of(step: Step) -> LocalTraining:
     weights = {"a": torch.zeros(2), "b": torch.ones(3)}
     return LocalTraining(weights, Selection(("a",)), 1, step)
 
 
-@pytest.mark.parametrize("step", [Mutable(), HoldsAList()], ids=["not frozen", "a field without hash"])
-def test_a_step_that_has_no_hash_is_refused(step: Step) -> None:
+@dataclass(frozen=True)
+class WithLoss:
+    loss: Callable[..., Tensor] = cross_entropy
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        return view.grad(self.loss, batch)
+
+
+class Plain:
+    """Two instances are not equal."""
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        return view.grad(cross_entropy, batch)
+
+
+def closure() -> Step:
+    def step(view: StepView, batch: Samples) -> Tensors:
+        return view.grad(cross_entropy, batch)
+
+    return step
+
+
+REFUSED: dict[str, Callable[[], Step]] = {
+    "not frozen": Mutable,
+    "a field without hash": HoldsAList,
+    "a closure": closure,
+    "a lambda": lambda: lambda view, batch: view.grad(cross_entropy, batch),
+    "a partial function": lambda: partial(cross_entropy_step),
+    "no comparison": Plain,
+    "a lambda as a field": lambda: WithLoss(lambda outputs: cross_entropy(outputs)),
+    "a partial function as a field": lambda: WithLoss(partial(cross_entropy)),
+}
+
+
+@pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED)
+def test_a_step_that_is_not_compared_by_value_is_refused(make: Callable[[], Step]) -> None:
+    """The next client's step would be another one: they would not stack, and each would be captured anew."""
     with pytest.raises(TypeError, match=r"^step .*: write it as a function of a module, or as a frozen dataclass"):
-        training_of(step)
+        training_of(make())
 
 
 def test_steps_are_compared_by_value() -> None:
     assert training_of(Frozen(0.3)).stacks_with(training_of(Frozen(0.3)))
     assert not training_of(Frozen(0.3)).stacks_with(training_of(Frozen(0.2)))
     assert training_of(cross_entropy_step).stacks_with(training_of(cross_entropy_step))
-    assert not training_of(cross_entropy_step).stacks_with(training_of(partial(cross_entropy_step)))
+    assert training_of(WithLoss()).stacks_with(training_of(WithLoss(cross_entropy)))
+    assert training_of(Methods().step).stacks_with(training_of(METHODS.step)) is False
+    assert training_of(METHODS.step).stacks_with(training_of(METHODS.step)), "a method's own function"
 
 
 def sample_set(sizes: tuple[int, ...]) -> SampleSet:
@@ -67,6 +115,15 @@ def sample_set(sizes: tuple[int, ...]) -> SampleSet:
     images = torch.randint(0, 256, (len(sizes), max(sizes), 1, 2, 2), dtype=torch.uint8, generator=random)
     labels = torch.randint(0, 5, (len(sizes), max(sizes)), generator=random)
     return SampleSet(images, labels, sizes, stored={"logits": torch.rand(len(sizes), max(sizes), 5, generator=random)})
+
+
+@pytest.mark.parametrize("name", ["replay", "replay-augment", "replay-mask"])
+def test_random_numbers_of_steps_are_not_those_of_a_set(name: str) -> None:
+    training = replace(training_of(Frozen()), sets={"replay": replace(sample_set((3,)), draws=2)})
+    with pytest.raises(ValueError, match=f"^random numbers '{name}': the name is taken by draws from a set"):
+        replace(training, random=("noise", name))
+    whole_parts = {"replay": sample_set((3,))}
+    assert replace(training, sets=whole_parts, random=(name,)).random == (name,), "nothing is drawn from these"
 
 
 def test_tensors_by_group_make_the_same_training() -> None:

@@ -121,7 +121,8 @@ def make_training(
     )
 
 
-@pytest.mark.parametrize("parts_at_once", [1, 2, None])
+# One at a time is what a CPU does in every other test.
+@pytest.mark.parametrize("parts_at_once", [pytest.param(1, marks=pytest.mark.long), 2, None])
 @pytest.mark.parametrize("choose", [None, two_longest], ids=["all", "two longest"])
 @pytest.mark.parametrize("at_old", [False, True])
 @pytest.mark.parametrize(

@@ -98,6 +98,27 @@ def test_captured_step_serves_another_group(
     assert all(torch.equal(now, then) for now, then in returned), "a later training does not change returned weights"
 
 
+@pytest.mark.parametrize("scored_first", [True, False])
+def test_reused_steps_score_samples_where_it_is_asked_for(
+    scored_first: bool,
+    tiny_net: Net,
+    captured: list[CudaGraphRunner],
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+) -> None:
+    eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(eager, machine=replace(eager.machine, graphs=True))
+    for scored in (scored_first, not scored_first):
+        training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 1, score_samples=scored)
+        result, reference = (
+            trainer.train(training, make_shard(0, 20), RngContext(7, 1, 0)) for trainer in (graphed, eager)
+        )
+        assert len(result.sample_losses) == (20 if scored else 0)
+        torch.testing.assert_close(result.sample_losses, reference.sample_losses, rtol=1e-5, atol=1e-6)
+        assert result.sample_logits.shape == reference.sample_logits.shape
+    assert len(captured) == 1
+
+
 def with_train(trainer: Trainer, **keys: object) -> Trainer:
     return replace(trainer, config=trainer.config.model_copy(update=keys))
 
@@ -339,7 +360,7 @@ def test_a_capture_that_runs_out_of_memory_is_not_called_impossible(
     group = [
         ClientTraining(LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 1), shard, RngContext(0, 1, 0))
     ]
-    inputs = stack_inputs(group, tiny_net, trainer.machine.device)
+    inputs = stack_inputs(group, trainer.machine.device)
     batches = trainer._epoch_batches(group, 0, trainer.config, 1)
     stack = ClientStack(trainer.engine, group, inputs)
     space = CaptureSpace(object(), object())

@@ -278,7 +278,7 @@ def _mean_row(name: str, summaries: Sequence[dict[str, Any]]) -> Row:
     row: Row = {"name": name, "runs": len(flat)}
     for key in dict.fromkeys(key for values in flat for key in values):
         values = [values[key] for values in flat if isinstance(values.get(key), int | float)]
-        if key in {"seed"} or len(values) < len(flat) or any(isinstance(value, bool) for value in values):
+        if key == "seed" or len(values) < len(flat) or any(isinstance(value, bool) for value in values):
             continue
         if (spread := mean_std(values)) is not None:
             row[f"{key}.mean"], row[f"{key}.std"] = spread

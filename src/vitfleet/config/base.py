@@ -152,7 +152,7 @@ class MetricParams(Table):
         return is_last or (self.every != "end" and round % self.every == 0)
 
     def check_config(self, config: Config) -> None:
-        """Check the parameters against the rest of the configuration: nothing by default.
+        """Check the parameters against the rest of the configuration. By default nothing is checked.
 
         Raises
         ------

@@ -124,6 +124,15 @@ class HeadConfig(HeadSolver):
         """Whether a head is solved after rounds in which it was trained."""
         return self.solve_every is not None or self.solve_last
 
+    @property
+    def reason(self) -> tuple[str, object]:
+        """The first key because of which a head is solved, and its value."""
+        if self.is_solved_first:
+            return "head.start", self.start
+        if self.solve_every is not None:
+            return "head.solve_every", self.solve_every
+        return "head.solve_last", self.solve_last
+
     def times_solved(self, rounds: int) -> int:
         """Return how often the head that trains is solved from all images in a run of so many rounds.
 

@@ -180,8 +180,7 @@ class Config(Table):
         head = self.head
         if not head.is_solved:
             return self
-        key, value = ("head.start", head.start) if head.start != "random" else ("head.solve_every", head.solve_every)
-        key, value = (key, value) if value is not None else ("head.solve_last", head.solve_last)
+        key, value = head.reason
         if not METHODS[self.method.name].target.takes_head(self.method):
             raise ConfigError(key, value, f"with {self.method.name} as configured the server has no head to be solved")
         if self.data.tasks is not None and not self.is_incremental:

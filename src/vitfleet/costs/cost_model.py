@@ -230,7 +230,7 @@ class CostModel:
         return message_size(self.method.to_wire(dry_run_result.update.message))
 
     def down_bytes(self) -> tuple[int, int]:
-        """Return the encoded sizes of the server's message in the method's cost round and of the base message."""
+        """Return the encoded sizes of the server's message in the method's cost round and of the initial broadcast."""
         server: State = self.method.initial_state(self.blank)
         return (
             message_size(self.method.to_wire(self.method.message_to_client(server, self.method.cost_round, 0, None))),

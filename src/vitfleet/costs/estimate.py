@@ -136,7 +136,7 @@ def estimate_run(
 
 
 def _patches_remark(config: Config, size: DatasetSize, net: Net) -> str:
-    """Return that images are cut into many patches because the model's input size was left to the data."""
+    """Return a remark on a model that takes large images in their own size: it cuts them into many patches."""
     if config.model.image_size is not None or net.image_size != size.image_size or net.num_patches <= MANY_PATCHES:
         return ""
     return (

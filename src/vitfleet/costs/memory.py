@@ -154,10 +154,7 @@ def training_memory(
 def _track_step(
     net: Net, training: LocalTraining, train: TrainConfig, bf16: bool, parts_at_once: int
 ) -> tuple[int, int, int]:
-    """Track a step of the trainer, twice where steps pass tensors on to later ones.
-
-    Return the bytes after the inputs were copied, before the first step, and at the peak.
-    """
+    """Track a step of the trainer; return the bytes after the inputs were copied, before the step, and at the peak."""
     cpu_net = net.with_constants_on("cpu")
     machine = ExecutionSettings(torch.device("cpu"), bf16)
     preprocess = preprocess_for(cpu_net, machine.device)
@@ -174,14 +171,13 @@ def _track_step(
         tracker.ignore([*_tensors(training), images, *batch.tensors()])
         with tracker:
             group = [ClientTraining(training, shard, RngContext(0, 1, 0))]
-            inputs = stack_inputs(group, cpu_net, machine.device)
+            inputs = stack_inputs(group, machine.device)
             copied = tracker.live
             stack = ClientStack(trainer.engine_for(training), group, inputs)
             stack.restart(None, train.lr)
             ready = tracker.live
             kind, epoch = kind_of_step(training.step, 0), torch.empty((), dtype=torch.long)
-            for _ in range(2 if training.sets else 1):
-                stack.take_step(batch, epoch, kind, all_active=True)
+            stack.take_step(batch, epoch, kind, all_active=True)
     return copied, ready, tracker.peak
 
 

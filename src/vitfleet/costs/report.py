@@ -78,7 +78,7 @@ class CostReport:
         Epochs that run in a round, and images of a step with drawn stored samples: see
         :class:`~vitfleet.methods.base.Work`.
     up_bytes, down_bytes, first_bytes
-        Message sizes per round, and the size of the base message, which a client receives once.
+        Message sizes per round, and the size of the initial broadcast, which a client receives once.
     samples, round_gflops
         Number of the typical client's images, and the operations of a whole round. It is not the client's first round;
         with tasks, it is in the last task, with stored samples of all others.

@@ -13,7 +13,7 @@ from vitfleet.message import Message, State
 RequestKind: TypeAlias = Literal["round", "head", "last-head"]
 
 
-#: In place of the last round of a client that has the base message, and whose first round is still to come.
+#: In place of the last round of a client that has the initial broadcast, and whose first round is still to come.
 NO_ROUND = 0
 
 
@@ -34,8 +34,8 @@ class Request:
     evaluate: bool = False  # whether the client evaluates its model on its own test images after training
     task_index: int = 0  # index of the client's current task, from 0; always 0 without tasks
     # The last round whose reply the server accepted from this client. ``None`` means a new client, which also receives
-    # the method's base message. A client continues from its state after that round: a round whose reply was late, lost
-    # or rejected does not count. ``NO_ROUND``: it has the base message, and no state yet.
+    # the method's initial broadcast. A client continues from its state after that round: a round whose reply was late,
+    # lost or rejected does not count. ``NO_ROUND``: it has the initial broadcast, and no state yet.
     last_round: int | None = None
     kind: RequestKind = "round"  # a request for the head leaves the client's state as it is
     max_bytes: int | None = None  # of the reply's message, where it is known what an honest client sends

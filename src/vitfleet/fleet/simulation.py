@@ -26,9 +26,9 @@ MIN_USED_FRACTION = 0.9  # of a storage: tensors that use less of theirs are cop
 class SimulatedFleet:
     """Clients that train in this process, stacked or in worker threads, on shards of one data set.
 
-    ``shard`` returns a client's training images of a task. All clients share one copy of the base message's tensors.
-    ``stored_state`` reads a client's state from the last checkpoint: the fleet holds only states that changed since
-    then, and ``cache_bytes`` of others on the training device, for the clients' next round.
+    ``shard`` returns a client's training images of a task. All clients share one copy of the tensors of the initial
+    broadcast. ``stored_state`` reads a client's state from the last checkpoint: the fleet holds only states that
+    changed since then, and ``cache_bytes`` of others on the training device, for the clients' next round.
     """
 
     def __init__(

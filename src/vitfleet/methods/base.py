@@ -287,7 +287,7 @@ class Method(ABC, Generic[Params]):
 
     @classmethod
     def adapt_model(cls, params: Params, vit: nn.Module, class_to_task: Sequence[int]) -> None:
-        """Change the architecture as the method needs it (prompts, low-rank factors, other blocks): not by default.
+        """Change the architecture as the method needs it: prompts, low-rank factors, other blocks. By default it stays.
 
         Parameters
         ----------
@@ -345,7 +345,7 @@ class Method(ABC, Generic[Params]):
         return False
 
     def initial_broadcast(self, initial_weights: Tensors) -> Message:
-        """Return what every client receives once, before its first round, and keeps: nothing by default."""
+        """Return what every client receives once, before its first round, and keeps. By default nothing."""
         return Message()
 
     @abstractmethod
@@ -363,7 +363,7 @@ class Method(ABC, Generic[Params]):
         return Message(server_state.tensors)
 
     def evaluation_message(self, server_state: State, round: int) -> Message:
-        """Return what a client needs in addition in a round in which it evaluates its model: nothing by default."""
+        """Return what a client needs in addition in a round in which it evaluates its model. By default nothing."""
         return Message()
 
     @abstractmethod
@@ -389,7 +389,7 @@ class Method(ABC, Generic[Params]):
             check_shapes(update.tensors, expected.tensors)
 
     def server_update(self, server_state: State, round: int) -> ServerGenerator:
-        """Train on the server after the aggregation, yielding each training: nothing by default."""
+        """Train on the server after the aggregation, yielding each training. By default it does not train."""
         return server_state
         yield  # makes this function a generator
 
@@ -404,7 +404,7 @@ class Method(ABC, Generic[Params]):
         raise UserError(f"--client {client}: with {self.name}, what clients sent cannot be subtracted; run again")
 
     def server_work(self, stored_images: int, new_images: int) -> ServerWork | None:
-        """Return what the server itself trains after a round, for an estimate of its time: nothing by default.
+        """Return what the server itself trains after a round, for an estimate of its time. By default nothing.
 
         Parameters
         ----------
@@ -424,7 +424,7 @@ class Method(ABC, Generic[Params]):
     # Client
 
     def own_body(self, client_state: State | None) -> Tensors:
-        """Return the weights that a client has in place of the server's when it computes features: none by default."""
+        """Return the weights that a client has in place of the server's when it computes features. By default none."""
         return {}
 
     @abstractmethod

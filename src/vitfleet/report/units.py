@@ -48,6 +48,11 @@ def format_fraction(fraction: float | None) -> str:
     return UNKNOWN if fraction is None else f"{fraction:.1%}"
 
 
+def format_times(count: int) -> str:
+    """Return how often something happens: ``once``, ``3 times``."""
+    return "once" if count == 1 else f"{count} times"
+
+
 @dataclass(frozen=True)
 class Unit:
     """How the numbers of a column are printed."""

@@ -2,8 +2,8 @@
 
 Every client that may train, not only some as in a round, passes its images through the model without training. What it
 sends, and how a head is solved from it, is the method ``closed-form``: its client side runs beside the run's own
-method, on the body that clients of this method have. A client's state stays as it is. A new client receives the base
-message with the request and keeps it.
+method, on the body that clients of this method have. A client's state stays as it is. A new client receives the initial
+broadcast with the request and keeps it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from vitfleet.costs.cost_model import CostModel, message_size
-from vitfleet.costs.virtual_clock import close_round
 from vitfleet.data.tasks import draw_task_order
 from vitfleet.errors import printable
 from vitfleet.fleet.base import NO_ROUND, Reply, Request, RequestKind, in_request_order
@@ -29,7 +28,7 @@ from vitfleet.models.variants.wide_head import SCALE, SHIFT, unsolved_head
 from vitfleet.progress import Progress
 from vitfleet.run.clients import VirtualFleet, training_clients
 from vitfleet.run.records import Accuracy, ClientRecord, HeadRecord
-from vitfleet.run.round_plan import TOO_LATE
+from vitfleet.run.round_plan import ClientPlan, plans_on_clock
 from vitfleet.run.state import RunState
 from vitfleet.wire import encode
 
@@ -62,14 +61,6 @@ class HeadExchange:
     kind: RequestKind = "head"
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """One client's part in the exchange: its request and the record of it, as far as they are known before."""
-
-    request: Request
-    entry: ClientRecord
-
-
 def solve_head(
     context: RunContext, state: RunState, accuracy_before: Accuracy | None, progress: Progress
 ) -> tuple[RunState, HeadRecord]:
@@ -81,7 +72,7 @@ def solve_head(
     solver_state = replace(solver_state, tensors={**solver_state.tensors, **state.head_sums.tensors})
     plans, now = _plan(context, exchange, state, solver_state, body)
     aggregator = exchange.solver.aggregator(solver_state, _round_of_images(context, state))
-    entries, accepted, lost_state, own_sums = _collect(context, exchange, plans, body, aggregator, progress)
+    entries, accepted, lost_state, own_sums = _collect(context, exchange, state, plans, body, aggregator, progress)
     server, solution, sums = state.server, State(), state.head_sums
     minimum = context.config.fleet.min_replies
     if len(accepted) >= minimum:
@@ -92,10 +83,10 @@ def solve_head(
             sums = _kept_sums(context, solution)
         server = context.method.with_head(server, head, state.round)
         server = context.method.with_client_heads(server, with_numbers(solution.tensors, CLIENT_HEADS))
-        entries = [_reject(entry, aggregator.rejected.get(entry.client)) for entry in entries]
+        entries = [entry.rejected(aggregator.rejected.get(entry.client)) for entry in entries]
     else:
         reason = f"set aside: usable replies are {len(accepted)}, and fleet.min_replies = {minimum}"
-        entries = [_reject(entry, reason) for entry in entries]
+        entries = [entry.rejected(reason) for entry in entries]
     known = {client: NO_ROUND for client in accepted if client not in state.last_seen}
     state = replace(
         state,
@@ -166,7 +157,7 @@ def solve_last_head(
 
 
 def body_message(method: Method[Any], body: Tensors, base: Tensors) -> Message:
-    """Return what a client needs besides the base message to compute features, as it is sent: what is not in that.
+    """Return what a client needs besides the initial broadcast to compute features, as it is sent: what is not in that.
 
     That is the body, and what of the head no optimiser trains: the shift and the scale of its features.
     """
@@ -183,60 +174,28 @@ def _same(known: Tensor | None, weight: Tensor) -> bool:
 
 def _plan(
     context: RunContext, exchange: HeadExchange, state: RunState, solver_state: State, body: Tensors
-) -> tuple[list[_Plan], float]:
+) -> tuple[list[ClientPlan], float]:
     """Return each client's part, and the time on the virtual clock at which the last one has replied."""
     round, base_bytes = _round_of_images(context, state), message_size(context.method.to_wire(context.base))
-    task_index = context.config.task_index(round)
     shared = body_message(context.method, body, context.base.tensors).tensors
-    requests = []
+    plans = []
     for client in training_clients(context.config):
         asked = exchange.solver.message_to_client(solver_state, round, client, None)
         message = Message({**shared, **context.method.to_wire(asked).tensors}, asked.numbers)
         last_round = state.last_seen.get(client)
-        request = Request(round, client, message, task_index=task_index, last_round=last_round, kind=exchange.kind)
-        requests.append(request)
-    sizes = {
-        request.client: message_size(request.message) + (base_bytes if request.last_round is None else 0)
-        for request in requests
-    }
-    plans = [_Plan(request, ClientRecord(request.client, sizes[request.client], 0)) for request in requests]
+        down_bytes = message_size(message) + (base_bytes if last_round is None else 0)
+        plans.append(ClientPlan(client, message, down_bytes, last_round))
+    now = state.in_flight.now
     if exchange.virtual is None:
-        return plans, state.in_flight.now
-    return _timed(exchange.virtual, context, plans, round, state.in_flight.now)
-
-
-def _timed(
-    virtual: VirtualFleet, context: RunContext, plans: Sequence[_Plan], round: int, now: float
-) -> tuple[list[_Plan], float]:
-    """Return the plans with the times of the virtual clock; of devices that are too slow or too small, as failures."""
-    failures = {plan.entry.client: virtual.failure_reason(plan.entry.client) for plan in plans}
-    seconds = {
-        plan.entry.client: virtual.seconds(round, plan.entry.client, plan.entry.down_bytes, None)
-        for plan in plans
-        if failures[plan.entry.client] is None
-    }
-    arrivals, end = close_round(context.config.fleet.schedule, len(seconds), now, seconds)
-    by_client = {arrival.client: arrival for arrival in arrivals}
-    timed = []
-    for plan in plans:
-        client = plan.entry.client
-        if client not in by_client:
-            timed.append(replace(plan, entry=replace(plan.entry, down_bytes=0, failure=failures[client])))
-            continue
-        arrival = by_client[client]
-        failure = (
-            None if arrival.counts else f"{TOO_LATE}: computing features takes {seconds[client]:.3g} virtual seconds"
-        )
-        timed.append(
-            replace(plan, entry=replace(plan.entry, began=arrival.began, ended=arrival.ended, failure=failure))
-        )
-    return timed, end
+        return plans, now
+    return plans_on_clock(exchange.virtual, plans, round, now, len(plans), {}, "computing features")
 
 
 def _collect(
     context: RunContext,
     exchange: HeadExchange,
-    plans: Sequence[_Plan],
+    state: RunState,
+    plans: Sequence[ClientPlan],
     body: Tensors,
     aggregator: Aggregator,
     progress: Progress,
@@ -245,15 +204,21 @@ def _collect(
 
     The sums are those of single clients, where their own images count more for their heads.
     """
-    asked = {plan.request.client: plan for plan in plans if plan.entry.failure is None}
-    entries = {plan.entry.client: plan.entry for plan in plans}
+    asked = {plan.client: plan for plan in plans if plan.failure is None}
+    entries = {plan.client: plan.record(failure=plan.failure) for plan in plans}
     accepted, lost_state, own_sums = list[int](), list[int](), dict[int, Sums]()
     weighted = context.config.head.own_weight != 1
+    round = _round_of_images(context, state)
+    task_index = context.config.task_index(round)
+    requests = (
+        Request(round, plan.client, plan.message, task_index=task_index, last_round=plan.last_round, kind=exchange.kind)
+        for plan in asked.values()
+    )
     with progress.task("the head: clients", len(asked)) as advance:
-        replies = context.fleet.train(plan.request for plan in asked.values())
-        for reply in in_request_order(replies, asked):
+        for reply in in_request_order(context.fleet.train(requests), asked):
             advance(1)
-            entries[reply.client] = entry = _take_reply(context, exchange, asked[reply.client], reply, aggregator)
+            entry = _take_reply(context, exchange, round, asked[reply.client], reply, aggregator)
+            entries[reply.client] = entry
             if entry.failure is None:
                 accepted.append(reply.client)
                 if weighted and reply.message is not None and reply.message.tensors:
@@ -266,20 +231,18 @@ def _collect(
 
 
 def _take_reply(
-    context: RunContext, exchange: HeadExchange, plan: _Plan, reply: Reply, aggregator: Aggregator
+    context: RunContext, exchange: HeadExchange, round: int, plan: ClientPlan, reply: Reply, aggregator: Aggregator
 ) -> ClientRecord:
-    entry = plan.entry
+    """Add what a client sent to the aggregator and return the client's record."""
     if reply.message is None:
-        down_bytes = entry.down_bytes if reply.sent else 0
-        return replace(entry, down_bytes=down_bytes, failure=reply.failure or "no reply")
-    entry = replace(entry, up_bytes=message_size(reply.message))
+        return (plan if reply.sent else replace(plan, down_bytes=0)).record(failure=reply.failure or "no reply")
+    up_bytes = message_size(reply.message)
     try:
         numbers = parse_numbers(reply.message.numbers, exchange.solver)
-        aggregator.add(entry.client, reply.message)
+        aggregator.add(plan.client, reply.message)
     except RejectedUpdateError as error:
-        return replace(entry, failure=printable(str(error)))
-    gflops = _gflops(context, exchange, entry.client, plan.request.round, numbers)
-    return replace(entry, numbers=numbers, gflops=gflops)
+        return plan.record(up_bytes, failure=printable(str(error)))
+    return plan.record(up_bytes, numbers=numbers, gflops=_gflops(context, exchange, plan.client, round, numbers))
 
 
 def _gflops(context: RunContext, exchange: HeadExchange, client: int, round: int, numbers: Numbers) -> float | None:
@@ -318,10 +281,3 @@ def _client_heads(
         return {}
     more = context.config.head.own_weight - 1
     return {client: solver.solve(total + own.times(more)) for client, own in own_sums.items()}
-
-
-def _reject(entry: ClientRecord, reason: str | None) -> ClientRecord:
-    """Return a client's record as a failure, if what it sent was rejected."""
-    if reason is None or entry.failure is not None:
-        return entry
-    return replace(entry, numbers={}, gflops=None, failure=reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -64,6 +64,12 @@ class ClientRecord:
     def accuracy(self) -> float | None:
         """Local test accuracy, 0…1; ``None`` if it was not measured or the client has no test images."""
         return self.correct / self.tested if self.tested and self.correct is not None else None
+
+    def rejected(self, reason: str | None) -> ClientRecord:
+        """Return the record as a failure for this reason; as it is without one, or if it is one already."""
+        if reason is None or self.failure is not None:
+            return self
+        return replace(self, numbers={}, correct=None, tested=None, gflops=None, failure=reason)
 
 
 @dataclass(frozen=True)

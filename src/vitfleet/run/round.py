@@ -58,7 +58,7 @@ def run_round(
     server, moments, rejected = _aggregate(context, state, round, aggregator, accepted, progress)
     used = {client for client in accepted if client not in rejected}
     context.fleet.commit(used)
-    entries = sorted((_reject(entry, rejected.get(entry.client)) for entry in entries), key=lambda entry: entry.client)
+    entries = sorted((entry.rejected(rejected.get(entry.client)) for entry in entries), key=lambda entry: entry.client)
     counted = {client: samples for client, samples in aggregator.counted_samples.items() if client in used}
     entries = [replace(entry, counted=counted.get(entry.client)) for entry in entries]
     reported = {entry.client: entry.numbers for entry in entries if entry.client in used}
@@ -151,7 +151,7 @@ def _collect_updates(
             task_index = config.task_index(round)
             yield Request(round, plan.client, plan.message, evaluate, task_index, plan.last_round, max_bytes=most)
 
-    entries = [_entry(plan, failure=plan.failure) for plan in plans if plan.failure is not None]
+    entries = [plan.record(failure=plan.failure) for plan in plans if plan.failure is not None]
     lost_state = []
     with progress.task(f"round {round}: clients", len(training)) as advance:
         for reply in in_request_order(context.fleet.train(requests()), training):
@@ -176,7 +176,7 @@ def _take_reply(
     """Add a client's update to the aggregator and return the client's record; ``honest`` is a dry run of its round."""
     schedule = context.config.fleet.schedule
     if reply.message is None:
-        return _entry(plan if reply.sent else replace(plan, down_bytes=0), failure=reply.failure or "no reply")
+        return (plan if reply.sent else replace(plan, down_bytes=0)).record(failure=reply.failure or "no reply")
     up_bytes, expected = message_size(reply.message), honest.update.message
     try:
         numbers = parse_numbers(reply.message.numbers, context.method)
@@ -190,12 +190,12 @@ def _take_reply(
             update = apply_staleness(update, plan, state.server, schedule)
         aggregator.add(plan.client, update)
     except RejectedUpdateError as error:
-        return _entry(plan, up_bytes, failure=printable(str(error)))  # it may name what the client sent
+        return plan.record(up_bytes, failure=printable(str(error)))  # it may name what the client sent
     if reply.state_lost:  # it began anew
         honest = context.dry_run(round, plan.client, None)
     gflops = context.gflops(honest, numbers)
     counts = {} if reply.evaluation is None else asdict(reply.evaluation)
-    return _entry(plan, up_bytes, numbers=numbers, gflops=gflops, **counts)
+    return plan.record(up_bytes, numbers=numbers, gflops=gflops, **counts)
 
 
 def _aggregate(
@@ -246,18 +246,6 @@ def _evaluate(context: RunContext, state: RunState, entries: Sequence[ClientReco
         context.method, state.round, state.server, context.base.tensors, context.fleet.client_state, progress
     )
     return Accuracy(accuracy, loss, models, local)
-
-
-def _entry(plan: ClientPlan, up_bytes: int = 0, **measured: Any) -> ClientRecord:
-    """Return a client's record: what was planned, what it sent, and the other fields of the record."""
-    return ClientRecord(plan.client, plan.down_bytes, up_bytes, began=plan.began, ended=plan.ended, **measured)
-
-
-def _reject(entry: ClientRecord, reason: str | None) -> ClientRecord:
-    """Return a client's record as a failure, if its update was rejected."""
-    if reason is None:
-        return entry
-    return replace(entry, numbers={}, correct=None, tested=None, gflops=None, failure=reason)
 
 
 def _samples(numbers: Numbers) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -14,10 +14,11 @@ from vitfleet.config.schema import Config
 from vitfleet.costs.cost_model import message_size
 from vitfleet.costs.virtual_clock import ClientInFlight, close_round, collect_replies
 from vitfleet.errors import UserError
-from vitfleet.message import Message, State
+from vitfleet.message import Message, Numbers, State
 from vitfleet.methods.base import Method
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.clients import VirtualFleet, training_clients
+from vitfleet.run.records import ClientRecord
 from vitfleet.run.state import InFlight, RunState
 
 TOO_LATE = "too late"
@@ -29,13 +30,51 @@ class ClientPlan:
 
     client: int
     message: Message
-    down_bytes: int  # size of the message and, for a new client, of the base message
+    down_bytes: int  # size of the message and, for a new client, of the initial broadcast
     last_round: int | None  # the last round whose update the server used; ``None`` for a new client
     # Start and end on the virtual clock, where there is one
     began: float | None = None
     ended: float | None = None
     failure: str | None = None  # why the client does not train, or why its update is not waited for
     staleness: int = 0  # age of the server state that the message was made from, in versions
+
+    def record(self, up_bytes: int = 0, **measured: Any) -> ClientRecord:
+        """Return the client's record: what was planned, what it sent, and the other fields of the record."""
+        return ClientRecord(self.client, self.down_bytes, up_bytes, began=self.began, ended=self.ended, **measured)
+
+
+def plans_on_clock(
+    virtual: VirtualFleet,
+    plans: Sequence[ClientPlan],
+    round: int,
+    now: float,
+    wanted: int,
+    client_metrics: Mapping[int, Numbers],
+    work: str,
+) -> tuple[list[ClientPlan], float]:
+    """Return plans with the times of the virtual clock, and the time at which ``wanted`` of the clients have replied.
+
+    Clients that are too late, or whose devices are too small, are marked as failures. ``client_metrics`` are the
+    numbers in each client's last update; ``work`` is what they do, in a word.
+    """
+    failures = {plan.client: virtual.failure_reason(plan.client) for plan in plans}
+    seconds = {
+        plan.client: virtual.seconds(round, plan.client, plan.down_bytes, client_metrics.get(plan.client))
+        for plan in plans
+        if failures[plan.client] is None
+    }
+    arrivals, end = close_round(virtual.config.schedule, wanted, now, seconds)
+    by_client = {arrival.client: arrival for arrival in arrivals}
+    timed = []
+    for plan in plans:
+        arrival = by_client.get(plan.client)
+        if arrival is None:
+            timed.append(replace(plan, failure=failures[plan.client], down_bytes=0))
+            continue
+        taken = f"{work} takes {seconds[plan.client]:.3g} virtual seconds, the round ended after {end - now:.3g}"
+        failure = None if arrival.counts else f"{TOO_LATE}: {taken}"
+        timed.append(replace(plan, began=arrival.began, ended=arrival.ended, failure=failure))
+    return timed, end
 
 
 @dataclass(frozen=True)
@@ -57,7 +96,11 @@ class RoundPlanner:
             self._plan_client(state.server, round, client, state.last_seen.get(client), evaluates)
             for client in choose_clients(self.config, round)
         ]
-        return (plans, state.in_flight) if self.virtual is None else self._race(self.virtual, plans, state, round)
+        if self.virtual is None:
+            return plans, state.in_flight
+        now, wanted = state.in_flight.now, self.config.fleet.per_round
+        timed, end = plans_on_clock(self.virtual, plans, round, now, wanted, state.client_metrics, "training")
+        return timed, InFlight(end)
 
     def _plan_client(
         self, server: State, round: int, client: int, last_round: int | None, evaluates: bool
@@ -69,30 +112,6 @@ class RoundPlanner:
         message = self.method.to_wire(message)
         base_bytes = message_size(self.base) if last_round is None else 0
         return ClientPlan(client, message, message_size(message) + base_bytes, last_round)
-
-    def _race(
-        self, virtual: VirtualFleet, plans: Sequence[ClientPlan], state: RunState, round: int
-    ) -> tuple[list[ClientPlan], InFlight]:
-        """Return the plans with the times of the virtual clock, and mark the clients that are too late."""
-        now = state.in_flight.now
-        failures = {plan.client: virtual.failure_reason(plan.client) for plan in plans}
-        seconds = {
-            plan.client: virtual.seconds(round, plan.client, plan.down_bytes, state.client_metrics.get(plan.client))
-            for plan in plans
-            if failures[plan.client] is None
-        }
-        arrivals, end = close_round(self.config.fleet.schedule, self.config.fleet.per_round, now, seconds)
-        by_client = {arrival.client: arrival for arrival in arrivals}
-        timed = []
-        for plan in plans:
-            arrival = by_client.get(plan.client)
-            if arrival is None:
-                timed.append(replace(plan, failure=failures[plan.client], down_bytes=0))
-                continue
-            taken = f"training takes {seconds[plan.client]:.3g} virtual seconds, the round ended after {end - now:.3g}"
-            failure = None if arrival.counts else f"{TOO_LATE}: {taken}"
-            timed.append(replace(plan, began=arrival.began, ended=arrival.ended, failure=failure))
-        return timed, InFlight(end)
 
     def _plan_buffered(
         self, schedule: BufferedSchedule, state: RunState, round: int

@@ -50,7 +50,7 @@ from vitfleet.training.execution.settings import (
 
 STATE_CACHE_SHARE = 16  # client states may take 1/16 of a GPU's memory
 
-#: Makes the fleet of remote clients for a run in a folder, given the base message that every new client gets.
+#: Makes the fleet of remote clients for a run in a folder, given the initial broadcast that every new client gets.
 MakeFleet: TypeAlias = Callable[[Config, DataSet, Path, Message], Fleet]
 
 
@@ -82,7 +82,7 @@ def open_run(
             write_data_info(data, config.data.eval_split, folder)
         partition = open_partition(config, data, folder) if make_fleet is None else empty_partition(config)
         checkpoints = Checkpoints(folder, verify=processes.is_first, keep_every=config.kept_rounds)
-    class_to_task = _class_tasks(config, data)
+    class_to_task = _class_to_task(config, data)
     components = build_components(config, net, len(data.classes), machine, class_to_task)
     last = build_last_components(config, len(data.classes), data.train.channels, data.train.image_size, machine)
     base = components.method.initial_broadcast(to_device(components.net.initial_weights(), machine.device))
@@ -135,7 +135,7 @@ def _open_machine(config: Config, folder: Path, net: Net) -> ExecutionSettings:
     return machine
 
 
-def _class_tasks(config: Config, data: DataSet) -> torch.Tensor | None:
+def _class_to_task(config: Config, data: DataSet) -> torch.Tensor | None:
     """Return the task of each class; ``None`` if the model is not told an image's task."""
     if config.data.tasks is None or not config.task_known:
         return None

@@ -16,7 +16,7 @@ from vitfleet.config.schema import TrainConfig
 from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
 from vitfleet.models.parts import Selection
-from vitfleet.training.step import Step, cross_entropy_step
+from vitfleet.training.step import Step, check_step, cross_entropy_step
 from vitfleet.training.views.frozen import VIEWS, CachedViews
 
 
@@ -143,11 +143,12 @@ class LocalTraining:
     score_samples: bool = False
 
     def __post_init__(self) -> None:
-        try:
-            hash(self.step)
-        except TypeError as error:
-            remedy = "write it as a function of a module, or as a frozen dataclass whose fields can be hashed"
-            raise TypeError(f"step {self.step!r}: {remedy} ({error})") from None
+        check_step(self.step)
+        of_sets = {f"{name}{use}" for name in self.drawn_sets() for use in ("", "-augment", "-mask")}
+        if taken := of_sets.intersection(self.random):
+            raise ValueError(
+                f"random numbers {min(taken)!r}: the name is taken by draws from a set; choose another one"
+            )
 
     def drawn_sets(self) -> dict[str, SampleSet]:
         """Return the sets that steps draw from."""

@@ -27,7 +27,8 @@ value. Every kind is captured once.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
 import torch
@@ -60,6 +61,34 @@ class Step(Protocol):
 def cross_entropy_step(view: StepView, batch: Samples) -> Tensors:
     """Return the gradient of the batch's mean cross-entropy."""
     return view.grad(cross_entropy, batch)
+
+
+def check_step(step: object) -> None:
+    """Refuse what is not compared by value: made anew for every training, it would neither stack nor be captured once.
+
+    Raises
+    ------
+    TypeError
+        The step, or a function or an object among its fields, is a closure, a partial function, or has no hash.
+    """
+    try:
+        hash(step)
+        reason = None if _compared_by_value(step) else "no two of it are equal, so no clients would train together"
+    except TypeError as error:
+        reason = str(error)
+    if reason is not None:
+        remedy = "write it as a function of a module, or as a frozen dataclass whose fields can be hashed"
+        raise TypeError(f"step {step!r}: {remedy} ({reason})")
+
+
+def _compared_by_value(part: object) -> bool:
+    if isinstance(part, FunctionType):
+        return "<locals>" not in part.__qualname__  # a function in a function is another one in every call
+    if not callable(part) or isinstance(part, type | BuiltinFunctionType):
+        return True
+    if is_dataclass(part) and not all(_compared_by_value(getattr(part, field.name)) for field in fields(part)):
+        return False
+    return type(part).__eq__ is not object.__eq__
 
 
 def kind_of_step(step: Step, index: int) -> Hashable:

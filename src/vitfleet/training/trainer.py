@@ -129,7 +129,7 @@ class Trainer:
         config = training.train or self.config
         engine = self.engine_for(training)
         lr = learning_rate(config, group[0].rng.round, self.rounds)
-        inputs = stack_inputs(group, self.net, self.machine.device)
+        inputs = stack_inputs(group, self.machine.device)
         if not len(group[0]):
             runner = self.runners.eager_runner(engine, group, inputs, lr)
             return local_results(runner.stack, group, [0], tensors_reused=False)

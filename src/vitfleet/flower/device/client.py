@@ -169,7 +169,7 @@ class FlowerClient:
         if reply.message is not None and request.kind == "round":
             self._save(storage, setup, payload, update)
         if reply.message is not None and request.kind != "round" and request.last_round is None:
-            storage.save_state(NO_ROUND, None, None)  # from now on it has the base message
+            storage.save_state(NO_ROUND, None, None)  # from now on it has the initial broadcast
         return reply
 
     def _save(self, storage: ClientStorage, setup: ClientSetup, payload: TrainPayload, update: ClientUpdate) -> None:
@@ -318,4 +318,4 @@ def _client_state(stored: State, device: torch.device) -> State | None:
 
 
 def _state_lost(last_round: int | None) -> str:
-    return "it has no base message" if last_round is None else f"it has lost its state after round {last_round}"
+    return "it has no initial broadcast" if last_round is None else f"it has lost its state after round {last_round}"

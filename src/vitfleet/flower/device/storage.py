@@ -1,4 +1,4 @@
-"""A client's files of one run: the base message, its state after the latest rounds, cached views, and its own model.
+"""A client's files of one run: the initial broadcast, its state after the latest rounds, cached views, and its own model.
 
 Each run has a folder. A state file is named after its round. Every request from the server names the last round whose
 reply it accepted, and the client continues from its state after that round. So a round whose reply was late, lost or
@@ -63,11 +63,11 @@ class ClientStorage:
             )
 
     def load_base(self) -> Message | None:
-        """Return the base message; ``None`` if it is missing."""
+        """Return the initial broadcast; ``None`` if it is missing."""
         return self._read(Message, self._base_path)
 
     def save_base(self, base: Message) -> None:
-        """Write the base message and delete all states: only a new client receives it, and that has no state."""
+        """Write the initial broadcast and delete all states: only a new client receives it, and that has no state."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob("after-*"):
             path.unlink()

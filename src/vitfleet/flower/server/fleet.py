@@ -62,7 +62,7 @@ def fleet_factory(grid: Grid, clock: Clock | None = None) -> MakeFleet:
 class FlowerFleet:
     """Clients behind Flower's grid, one per node.
 
-    Every request has the specification of the run. A new client receives the base message with its first request.
+    Every request has the specification of the run. A new client receives the initial broadcast with its first request.
     """
 
     def __init__(

@@ -27,13 +27,17 @@ class WeightAveraging(Method[Params]):
 
     @classmethod
     def takes_head(cls, params: Params) -> bool:
-        """Return that the server has the head."""
+        """Return true: the server has the head."""
         return True
 
     @property
     def step(self) -> Step:
         """The client's step: it follows the gradient of the mean cross-entropy."""
         return cross_entropy_step
+
+    def step_constants(self, job: ClientRoundInput) -> Tensors:
+        """Return the constants of the client's steps. By default there are none."""
+        return {}
 
     # Server
 
@@ -56,7 +60,7 @@ class WeightAveraging(Method[Params]):
         """Train the received weights and send them back."""
         received = {**job.base_weights, **job.message.tensors}
         result = yield LocalTraining(
-            received, self.trainable, self.context.train.epochs, self.step, constants=job.message.tensors
+            received, self.trainable, self.context.train.epochs, self.step, constants=self.step_constants(job)
         )
         # A client without images has no weight in the mean: it sends no weights.
         sent = result.weights if result.samples else {}

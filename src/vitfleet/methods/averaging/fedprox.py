@@ -15,6 +15,7 @@ from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
 from vitfleet.methods.averaging.fedavg import WeightAveraging
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.training.samples import Outputs, Samples, cross_entropy
 from vitfleet.training.step import Step, StepView
 
@@ -31,8 +32,12 @@ class FedProx(WeightAveraging[FedProxParams]):
 
     @property
     def step(self) -> Step:
-        """The client's step. The received weights are its constants."""
+        """The client's step."""
         return ProximalStep(self.params.mu)
+
+    def step_constants(self, job: ClientRoundInput) -> Tensors:
+        """Return the received weights w_t."""
+        return job.message.tensors
 
 
 @dataclass(frozen=True)

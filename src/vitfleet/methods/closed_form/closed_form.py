@@ -106,7 +106,7 @@ class ClosedForm(Method[ClosedFormParams]):
 
     @classmethod
     def averages_weights(cls, params: ClosedFormParams) -> bool:
-        """Return that the server averages none."""
+        """Return false: the server adds sums."""
         return False
 
     @classmethod

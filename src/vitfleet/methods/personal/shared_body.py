@@ -87,7 +87,7 @@ class SharedBody(Method[Params]):
 
     @classmethod
     def takes_head(cls, params: Params) -> bool:
-        """Return that clients with local heads can be given one to go on from."""
+        """Return true: clients with local heads go on from a solved one."""
         return True
 
     def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:

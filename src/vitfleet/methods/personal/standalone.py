@@ -21,7 +21,7 @@ class Standalone(Method[StandaloneParams]):
 
     @classmethod
     def averages_weights(cls, params: StandaloneParams) -> bool:
-        """Return that nothing is averaged."""
+        """Return false: nothing is averaged."""
         return False
 
     # Server

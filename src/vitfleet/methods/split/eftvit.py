@@ -147,7 +147,7 @@ class EftVit(Method[EftVitParams]):
 
     @classmethod
     def takes_head(cls, params: EftVitParams) -> bool:
-        """Return that the server has the head."""
+        """Return true: the server has the head."""
         return True
 
     @classmethod

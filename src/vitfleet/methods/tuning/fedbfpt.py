@@ -108,7 +108,7 @@ class FedBfpt(Method[FedBfptParams]):
 
     @classmethod
     def takes_head(cls, params: FedBfptParams) -> bool:
-        """Return that the server has the head."""
+        """Return true: the server has the head."""
         return True
 
     @classmethod

@@ -13,7 +13,7 @@ from vitfleet.costs.fitting import Remedy
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RESERVED_BYTES
 from vitfleet.costs.report import CostReport
 from vitfleet.report.console.results import plain_table
-from vitfleet.report.units import UNKNOWN, format_bytes, format_count, format_seconds
+from vitfleet.report.units import UNKNOWN, format_bytes, format_count, format_seconds, format_times
 
 MAX_DEVICE_COLUMNS = 7  # with the methods' names, as many as 80 columns hold
 TOO_LARGE = "too large"
@@ -99,8 +99,8 @@ def head_lines(reports: Sequence[CostReport]) -> Iterator[str]:
         for which, head in (("the head", report.head), ("the last head", report.last_head)):
             if head is not None:
                 yield (
-                    f"{report.method}: {which} is solved {head.times} times in a run; for it every client computes "
-                    f"{head.gflops:,.3g} GFLOPs in {format_bytes(head.peak_memory_bytes)} of memory and sends "
+                    f"{report.method}: {which} is solved {format_times(head.times)} in a run; for it every client "
+                    f"computes {head.gflops:,.3g} GFLOPs in {format_bytes(head.peak_memory_bytes)} of memory and sends "
                     f"{format_bytes(head.up_bytes)} each time"
                 )
 

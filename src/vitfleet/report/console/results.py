@@ -9,7 +9,7 @@ from rich.table import Table
 
 from vitfleet.config.registry import METHODS, method_label
 from vitfleet.report.columns import COLUMNS, Column, metric_columns, metric_text, metric_title
-from vitfleet.report.units import UNKNOWN, format_bytes, format_fraction, format_seconds, format_target
+from vitfleet.report.units import UNKNOWN, format_bytes, format_fraction, format_seconds, format_target, format_times
 from vitfleet.run.comparison.results import ComparisonResult, ComparisonRow
 from vitfleet.run.output.summary import seed_values
 from vitfleet.training.capture.path import ExecutionSummary
@@ -56,7 +56,7 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         rows["virtual time on the simulated devices"] = format_seconds(total["virtual_seconds"])
     if head := summary.get("head"):
         rows["head solved"] = (
-            f"{head['times']} times, {head['gflops']:,.3g} GFLOPs, {format_bytes(head['up_bytes'])} up, "
+            f"{format_times(head['times'])}, {head['gflops']:,.3g} GFLOPs, {format_bytes(head['up_bytes'])} up, "
             f"{format_bytes(head['down_bytes'])} down"
         )
     if summary.get("defence", "off") != "off":

@@ -169,7 +169,7 @@ def accuracy_distribution(results: Iterable[EvalResult]) -> MetricValues:
     rounded up; ``p0`` to ``p100`` are percentiles with linear interpolation.
     """
     accuracies = np.sort([result.correct / result.tested for result in results])
-    names = ("mean", "std", "worst_10_percent", *(f"p{level}" for level in PERCENTILES))
+    names = _DistributionParams.fractions
     if not len(accuracies):
         return {**dict.fromkeys(names), "clients": 0}
     worst = accuracies[: math.ceil(WORST_SHARE * len(accuracies))]

@@ -99,13 +99,13 @@ def read_data_info(folder: Path) -> DataInfo:
 
 
 def write_base(base: Message, folder: Path) -> None:
-    """Write the base message of a run into its folder, once: it never changes."""
+    """Write the initial broadcast of a run into its folder, once: it never changes."""
     if not (folder / BASE_FILE).exists():
         write_payload(folder / BASE_FILE, base)
 
 
 def read_base(folder: Path) -> Message:
-    """Read the base message of a run."""
+    """Read the initial broadcast of a run."""
     path = folder / BASE_FILE
     if not path.is_file():
         raise UserError(f"{folder}: has no {BASE_FILE}; `vitfleet resume {folder}` writes it, also of a finished run")

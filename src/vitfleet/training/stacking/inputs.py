@@ -142,7 +142,7 @@ def _widths_cover(widths: Sequence[int], needed: Sequence[int]) -> bool:
     return sufficient and sum(widths) <= MAX_WIDTH_RATIO * sum(needed)
 
 
-def stack_inputs(group: Sequence[ClientTraining], net: Net, device: torch.device) -> StackInputs:
+def stack_inputs(group: Sequence[ClientTraining], device: torch.device) -> StackInputs:
     """Stack the tensors of a group. The tensors of a single client get no axis of clients."""
     trainings = [client.training for client in group]
     first = trainings[0]

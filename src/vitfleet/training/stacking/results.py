@@ -27,7 +27,7 @@ def local_results(
 
     With ``tensors_reused`` the stack's tensors will be used for another training, and results are copies.
     """
-    scores = _score_samples(stack, group) if stack.training.score_samples else None
+    scores = _score_samples(stack, group) if group[0].training.score_samples else None
 
     def split(tensors: Tensors) -> list[dict[str, Tensor]]:
         """Return the tensors of each client, packed in one block of memory that can be kept and moved whole."""
