@@ -42,12 +42,12 @@ def write_atomically(path: Path, data: Data) -> None:
     sync_folder(path.parent)
 
 
-def make_folder(folder: Path) -> Path:
-    """Create the folder that a command's ``--out`` names, and return it."""
+def make_folder(folder: Path, option: str = "--out") -> Path:
+    """Create the folder that an option of a command names, and return it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {folder}: cannot be created ({error.strerror})") from None
+        raise UserError(f"{option} {folder}: cannot be created ({error.strerror})") from None
     return folder
 
 

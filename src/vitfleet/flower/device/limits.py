@@ -2,6 +2,8 @@
 
 A run's configuration comes from the server. It may name no file, plug-in or hub model and no setting of the device's
 hardware, and what decides the work and the memory is limited by ``vitfleet client --limit NAME=VALUE``.
+
+What needs torch is imported where a run is checked: the process that keeps a client connected reads the limits without.
 """
 
 from __future__ import annotations
@@ -15,10 +17,7 @@ from vitfleet.config.base import Table
 from vitfleet.config.registry import method_label
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.errors import UserError
-from vitfleet.fleet.build import build_net
 from vitfleet.flower.transport.payloads import RunSpec
-from vitfleet.methods import declared_work
-from vitfleet.models.zoo import weights_without_values
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -60,6 +59,8 @@ class ClientLimits(Table):
 
 def check_run(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None:
     """Check what a server asks for against what the device's owner allows, before anything is built or stored."""
+    from vitfleet.methods import declared_work
+
     _check_form(config, run_spec)
     tasks, work = config.data.tasks, declared_work(config)
     _check_limits(
@@ -83,6 +84,9 @@ def check_model(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None
 
     It is built without values: nothing of its size is allocated.
     """
+    from vitfleet.fleet.build import build_net
+    from vitfleet.models.zoo import weights_without_values
+
     with weights_without_values():
         net = build_net(config, len(run_spec.classes), run_spec.channels, run_spec.image_size)
     _check_limits({"layers": net.parts.depth, "width": net.embed_dim, "image_size": net.image_size}, limits)
@@ -132,6 +136,8 @@ def _check_form(config: Config, run_spec: RunSpec) -> None:
 
 def describe_run(config: Config, run_spec: RunSpec) -> str:
     """Return what a server asks for, in one line, for the owner's eyes and log."""
+    from vitfleet.methods import declared_work
+
     model, work = config.model, declared_work(config)
     size = (
         f"{model.depth or 4} layers, {model.dim} wide" if model.name == "vit" else f"{model.depth or 'its own'} layers"
