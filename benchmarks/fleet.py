@@ -181,8 +181,8 @@ def overhead(out: Path) -> None:
         minimal += time_minimal(folder, names, certs, config.rounds, size // 4)
         print(f"repeat {repeat}: ours {formatted(ours)}; minimal Flower app {formatted(minimal)}", flush=True)
     ours_median, minimal_median = statistics.median(ours), statistics.median(minimal)
-    print(f"message of {size / 2**20:.1f} MiB, {len(names)} clients, median of {len(ours)} rounds: {ours_median:.2f} s; "
-          f"minimal Flower app, median of {len(minimal)} rounds: {minimal_median:.2f} s; "
+    print(f"message of {size / 2**20:.1f} MiB, {len(names)} clients, median of {len(ours)} rounds: "
+          f"{ours_median:.2f} s; minimal Flower app, median of {len(minimal)} rounds: {minimal_median:.2f} s; "
           f"ratio {ours_median / minimal_median:.2f}")  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""Take the pictures of a report that the documentation shows, in Chromium: wide, dark, narrow and printed.
+r"""Take the pictures of a report that the documentation shows, in Chromium: wide, dark, narrow and printed.
 
 Example, with the comparison that docs/report.md names::
 
-    vitfleet compare start-fedavg start-transfl start-eftvit --seeds 0,1,2 -o rounds=8 \\
+    vitfleet compare start-fedavg start-transfl start-eftvit --seeds 0,1,2 -o rounds=8 \
         -o 'fleet.devices={nano = 1, pi4-2gb = 1}' --out runs/pictures
     python scripts/make_report_pictures.py runs/pictures/report.html docs/img
 

@@ -1,7 +1,7 @@
 """What a client's owner chose with options, tried before it connects: otherwise every round would be refused.
 
-It is tried in a process of its own: what it imports, torch above all, would stay in the memory of the process that keeps
-the client connected.
+It is tried in a process of its own: what it imports, torch above all, would stay in the memory of the process that
+keeps the client connected.
 """
 
 from __future__ import annotations

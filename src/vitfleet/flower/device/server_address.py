@@ -19,7 +19,7 @@ def parse_address(text: str, default_port: int) -> str:
     is_port = port.isdecimal() and 0 < int(port) < 2**16
     if not host or "/" in text or not is_port or (":" in host and not in_brackets):
         raise UserError(
-            f"--server {shown(text)}: must be HOST or HOST:PORT, such as fleet.example.org:{default_port} or "
+            f"--server {text or shown(text)}: must be HOST or HOST:PORT, such as fleet.example.org:{default_port} or "
             f"[::1]:{default_port}"
         )
     return f"{host}:{port}"
