@@ -30,6 +30,7 @@ from vitfleet.costs.hardware_profiles import (
 from vitfleet.costs.virtual_clock import close_round
 from vitfleet.report.figures.files import draw_files
 from vitfleet.report.figures.types import AxisView, Curve, LineChart
+from vitfleet.report.units import MEBIBYTE
 from vitfleet.run.context import load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord, read_records
@@ -61,9 +62,9 @@ class MeasuredRun:
             _, now = close_round(SynchronousSchedule(), len(seconds), now, seconds)
         return now / 60
 
-    def megabytes_by_task(self) -> list[float]:
-        """Return the megabytes that all clients received and sent, up to the end of each task."""
-        return [(r.total_up_bytes + r.total_down_bytes) / MEGABYTE for r in self.records if r.task is not None]
+    def mebibytes_by_task(self) -> list[float]:
+        """Return the MiB that all clients received and sent, up to the end of each task."""
+        return [(r.total_up_bytes + r.total_down_bytes) / MEBIBYTE for r in self.records if r.task is not None]
 
 
 def measure(method: str, clients: int, preset: str, overrides: Sequence[str], folder: Path) -> MeasuredRun:
@@ -85,14 +86,14 @@ def make_figures(runs: dict[str, list[MeasuredRun]], shown: int) -> list[LineCha
     """Return the figures; those over bandwidth and tasks are of the runs at a position."""
     clients = [run.clients for run in runs["FedViT"]]
     minutes = make_curves(BANDWIDTHS, lambda name: [runs[name][shown].minutes(bandwidth) for bandwidth in BANDWIDTHS])
-    fleet = make_curves(clients, lambda name: [run.megabytes_by_task()[-1] / run.clients for run in runs[name]])
-    by_task = {name: runs[name][shown].megabytes_by_task() for name in METHODS}
+    fleet = make_curves(clients, lambda name: [run.mebibytes_by_task()[-1] / run.clients for run in runs[name]])
+    by_task = {name: runs[name][shown].mebibytes_by_task() for name in METHODS}
     tasks = make_curves(range(1, len(by_task["FedViT"]) + 1), by_task.__getitem__)
     title = f"{clients[shown]} clients"
     return [
         LineChart("bandwidth", title, "virtual minutes", [AxisView("line", "MB/s per client", minutes)]),
-        LineChart("bytes-by-clients", "all tasks", "MB per client", [AxisView("clients", "clients", fleet)]),
-        LineChart("bytes-by-tasks", title, "MB, all clients", [AxisView("tasks", "tasks", tasks)]),
+        LineChart("bytes-by-clients", "all tasks", "MiB per client", [AxisView("clients", "clients", fleet)]),
+        LineChart("bytes-by-tasks", title, "MiB, all clients", [AxisView("tasks", "tasks", tasks)]),
     ]
 
 
@@ -136,7 +137,7 @@ def main() -> None:
         print_table(figure)
         if args.out:
             draw_files(figure, args.out)
-    fedvit, fedweit = (runs[name][shown].megabytes_by_task()[-1] for name in METHODS)
+    fedvit, fedweit = (runs[name][shown].mebibytes_by_task()[-1] for name in METHODS)
     print(
         f"\nFedViT sends and receives {1 - fedvit / fedweit:.2%} less than FedWEIT with {args.clients[shown]} clients;"
     )

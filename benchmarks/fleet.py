@@ -1,6 +1,6 @@
 """Overhead and memory of a fleet on real machines, measured on loopback with TLS and keys.
 
-python benchmarks/fleet.py overhead --out /tmp/overhead   # 18 MB and 2 clients, alternating with a minimal Flower app
+python benchmarks/fleet.py overhead --out /tmp/overhead   # 18 MiB and 2 clients, alternating with a minimal Flower app
 python benchmarks/fleet.py memory --out /tmp/memory       # ViT-B and 4 clients: peak memory of each process
 
 A round is timed from the end of the previous one to its own end. Ours ends when its checkpoint is committed, Flower's
@@ -181,8 +181,8 @@ def overhead(out: Path) -> None:
         minimal += time_minimal(folder, names, certs, config.rounds, size // 4)
         print(f"repeat {repeat}: ours {formatted(ours)}; minimal Flower app {formatted(minimal)}", flush=True)
     ours_median, minimal_median = statistics.median(ours), statistics.median(minimal)
-    print(f"message of {size / 1e6:.1f} MB, {len(names)} clients, median of {len(ours)} rounds: {ours_median:.2f} s; "
-          f"minimal Flower app, median of {len(minimal)} rounds: {minimal_median:.2f} s; "
+    print(f"message of {size / 2**20:.1f} MiB, {len(names)} clients, median of {len(ours)} rounds: "
+          f"{ours_median:.2f} s; minimal Flower app, median of {len(minimal)} rounds: {minimal_median:.2f} s; "
           f"ratio {ours_median / minimal_median:.2f}")  # fmt: skip
 
 

@@ -166,7 +166,7 @@ class Round:
         cells = [f"{self.number}{' limited' if self.limited else ''}", f"{self.seconds:.2f}"]
         cells += [f"{self.client_seconds:.2f}", f"{self.other_seconds:.2f}"]
         for size, transfer in ((self.down_bytes, self.down), (self.up_bytes, self.up)):
-            cells += [f"{size / 1e6:.3f}", f"{transfer.bytes / 1e6:.3f}", f"{transfer.seconds:.2f}"]
+            cells += [f"{size / 2**20:.3f}", f"{transfer.bytes / 2**20:.3f}", f"{transfer.seconds:.2f}"]
         return f"| {' | '.join(cells)} |"
 
 
@@ -282,14 +282,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--bandwidth", type=float, default=1.0, help="MB/s, in both directions")
     parser.add_argument("--pairs", type=int, default=5, help="number of pairs of a round with and one without a limit")
-    parser.add_argument("--layers", type=int, default=4, help="of the model: 1.8 MB each")
+    parser.add_argument("--layers", type=int, default=4, help="of the model: 1.7 MiB each")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     bandwidth = arguments.bandwidth * MEGABYTE
-    print("| round | s | client s | other s | down MB | measured | in s | up MB | measured | in s |\n|" + 10 * "---|")
+    print("| round | s | client s | other s | down MiB | measured | in s | up MiB | measured | in s |\n|" + 10 * "---|")
     with two_namespaces():
         overrides = [*MODEL, f"model.depth={arguments.layers}"]
         report(measure_rounds(out, overrides, 2 * arguments.pairs + 2, bandwidth), bandwidth)

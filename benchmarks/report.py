@@ -88,8 +88,8 @@ def main() -> None:
         started = time.perf_counter()
         page = write_report(runs, folder / "report")
         seconds = time.perf_counter() - started
-        size, count = page.stat().st_size / 1e6, sum(1 for _ in (page.parent / FIGURES).glob("*"))
-        print(f"{len(runs)} runs: {seconds:.1f} s, page {size:.2f} MB, {count} figure files")
+        size, count = page.stat().st_size / 2**20, sum(1 for _ in (page.parent / FIGURES).glob("*"))
+        print(f"{len(runs)} runs: {seconds:.1f} s, page {size:.2f} MiB, {count} figure files")
 
 
 if __name__ == "__main__":

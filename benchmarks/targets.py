@@ -32,7 +32,7 @@ class Point:
     round: int
     accuracy: float
     local: float | None
-    gigabytes: float
+    gibibytes: float
     tera_ops: float
     hours: float | None
 
@@ -47,7 +47,9 @@ def read_run(folder: Path) -> list[Point]:
         total_bytes = record.total_up_bytes + record.total_down_bytes
         hours = None if record.virtual_seconds is None else record.virtual_seconds / 3600
         points.append(
-            Point(record.round, record.accuracy.global_, record.accuracy.local, total_bytes / 1e9, gflops / 1e3, hours)
+            Point(
+                record.round, record.accuracy.global_, record.accuracy.local, total_bytes / 2**30, gflops / 1e3, hours
+            )
         )
     return points
 
@@ -62,10 +64,10 @@ def cost_cell(runs: list[list[Point]], target: float) -> str:
     reached = [point for point in (first_reaching(points, target) for points in runs) if point is not None]
     if len(reached) < len(runs):
         return f"– ({len(reached)} of {len(runs)})" if reached else "–"
-    round_, gigabytes, tera_ops = (
-        statistics.mean(getattr(point, name) for point in reached) for name in ("round", "gigabytes", "tera_ops")
+    round_, gibibytes, tera_ops = (
+        statistics.mean(getattr(point, name) for point in reached) for name in ("round", "gibibytes", "tera_ops")
     )
-    cell = f"{round_:.0f} · {gigabytes:.2f} GB · {digits(tera_ops)} T"
+    cell = f"{round_:.0f} · {gibibytes:.2f} GiB · {digits(tera_ops)} T"
     hours = [point.hours for point in reached if point.hours is not None]
     return f"{cell} · {duration(statistics.mean(hours))}" if hours else cell
 

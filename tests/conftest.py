@@ -343,7 +343,7 @@ def vitfleet() -> Command:
     def run(cwd: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         command = ["vitfleet", *map(str, arguments)]
         stdout, stderr, code = io.StringIO(), io.StringIO(), 0
-        terminate = signal.getsignal(signal.SIGTERM)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
             patch.chdir(cwd)
             for name in REMOVED_VARIABLES:
@@ -357,7 +357,8 @@ def vitfleet() -> Command:
             except SystemExit as exit:
                 code = int(exit.code or 0)
             finally:
-                signal.signal(signal.SIGTERM, terminate)
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
         return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
 
     return run

@@ -10,11 +10,14 @@ import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from shutil import which
 from typing import TypeAlias
 
 import pytest
+from PIL import Image
 
 import vitfleet
+from browser import CHROMIUM
 
 ROOT = Path(__file__).parents[1]
 RunScript: TypeAlias = Callable[..., str]
@@ -48,6 +51,8 @@ ARGUMENTS = {
     "scripts/make_digits_weights.py": "weights.safetensors 64",
     "scripts/make_run_picture.py": "picture.svg vitfleet --version",
 }
+# In a browser.
+PICTURES = {"scripts/make_report_pictures.py": "plain/report.html ."}
 WHOLE_RUN = {"benchmarks/whole_run.py": f"digits --steps --json times.json {RUN} -o rounds=2"}
 # Fleets of real processes: they take a minute and more.
 REAL_FLEETS = {
@@ -125,12 +130,24 @@ def test_every_script_is_run_or_has_a_reason_not_to_be() -> None:
         for path in (ROOT / name).iterdir()
         if path.is_file() and path.suffix in {".py", ""}
     }
-    assert scripts == {*ARGUMENTS, *WHOLE_RUN, *REAL_FLEETS, *NOT_RUN}
+    assert scripts == {*ARGUMENTS, *PICTURES, *WHOLE_RUN, *REAL_FLEETS, *NOT_RUN}
 
 
 @pytest.mark.parametrize("script", ARGUMENTS)
 def test_script_runs(script: str, run_script: RunScript) -> None:
     run_script(script, ARGUMENTS[script])
+
+
+@pytest.mark.skipif(CHROMIUM is None or which("pdftoppm") is None, reason="needs Chromium and pdftoppm")
+@pytest.mark.parametrize("script", PICTURES)
+def test_script_takes_pictures(script: str, run_script: RunScript, folder: Path) -> None:
+    vitfleet.Comparison(folder / "plain").report(figure_files=False)
+    run_script(script, PICTURES[script])
+    widths = {path.stem: Image.open(path).width for path in folder.glob("report*.png")}
+    assert {name: widths[name] for name in ("report", "report-dark", "report-narrow")} == {
+        "report": 1280, "report-dark": 1280, "report-narrow": 390
+    }  # fmt: skip
+    assert "report-printed" in widths
 
 
 def test_time_of_a_whole_run_is_divided_into_its_parts(run_script: RunScript, folder: Path) -> None:

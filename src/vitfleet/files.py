@@ -51,12 +51,12 @@ def refuse_links(*folders: Path) -> None:
                 raise UserError(f"{path}: is a link; put what it links to in its place, or remove it")
 
 
-def make_folder(folder: Path) -> Path:
-    """Create the folder that a command's ``--out`` names, and return it."""
+def make_folder(folder: Path, option: str = "--out") -> Path:
+    """Create the folder that an option of a command names, and return it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {folder}: cannot be created ({error.strerror})") from None
+        raise UserError(f"{option} {folder}: cannot be created ({error.strerror})") from None
     return folder
 
 

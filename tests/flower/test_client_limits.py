@@ -22,9 +22,10 @@ from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import RefusedRequestError, UserError
 from vitfleet.fleet.base import Request
 from vitfleet.flower.activity import ActivityLog
+from vitfleet.flower.device.checks import check_model, check_round, check_run
 from vitfleet.flower.device.client import FlowerClient
 from vitfleet.flower.device.handler import local_client
-from vitfleet.flower.device.limits import ClientLimits, check_model, check_round, check_run
+from vitfleet.flower.device.limits import ClientLimits
 from vitfleet.flower.device.storage import ClientStorage
 from vitfleet.flower.server.fleet import make_run_spec
 from vitfleet.flower.transport.payloads import RunSpec, TrainPayload

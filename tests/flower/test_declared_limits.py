@@ -8,7 +8,8 @@ from conftest import MakeConfig
 from vitfleet.config.schema import Config
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
-from vitfleet.flower.device.limits import ClientLimits, check_run, describe_run
+from vitfleet.flower.device.checks import check_run, describe_run
+from vitfleet.flower.device.limits import ClientLimits
 from vitfleet.flower.server.fleet import make_run_spec
 from vitfleet.flower.transport.payloads import RunSpec
 

@@ -20,6 +20,7 @@ from test_refused import tls_server
 from vitfleet.cli.base import app
 from vitfleet.flower.certificates import Certs
 from vitfleet.flower.processes import free_port, stop_process_group
+from vitfleet.flower.server.processes import check_address
 
 PATIENCE_S = 240.0  # a busy machine takes a minute to start so many processes
 CLIENT_METHOD = """
@@ -185,3 +186,26 @@ def test_a_client_that_will_never_be_accepted_ends_with_the_reason(commands: Com
         plain = commands.start("plain", *client_of("garden", int(address.rpartition(":")[2]), ["--insecure"]))
         assert plain.wait(PATIENCE_S) == 2, commands.everything()
     assert f"the server at {address} uses TLS: start this client without --insecure" in commands.output("plain")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("fleet_folder")
+def test_who_presses_ctrl_c_again_reads_no_traceback_and_leaves_nothing_behind(commands: Commands) -> None:
+    """The process that keeps a client connected has no torch in its memory."""
+    port = free_port()
+    options = [*SMALL, "-o", "data.path=my photos/common", "--plugin", "mine.py", "--names", "garden,kitchen"]
+    commands.start("server", "server", "start-fedavg", *options, "--port", str(port), "--insecure", "--out", "run")
+    commands.wait_for("server", "waiting for garden, kitchen")
+    client = commands.start("garden", *client_of("garden", port, ["--insecure", "--plugin", "mine.py"]))
+    commands.wait_for("garden", "garden: waiting for")
+    if (maps := Path(f"/proc/{client.pid}/maps")).exists():
+        assert "torch" not in maps.read_text()
+    for name in ("garden", "server"):
+        process = commands.processes[name]
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            process.send_signal(number)
+            time.sleep(0.1)
+        assert process.wait(PATIENCE_S) == 130, commands.everything()
+    assert "Traceback" not in commands.everything()
+    assert commands.output("server").count("Stopped. To resume") == 1
+    check_address("127.0.0.1", port)  # nobody listens there any more

@@ -227,7 +227,13 @@ def test_what_a_format_cannot_do_is_said(
         vitfleet.export(photo_run, "timm", tmp_path, int8=True)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(UserError, match="--push-to-hub me/mine: no token is set"):
-        upload(tmp_path, "me/mine")
+        vitfleet.export(photo_run, "timm", tmp_path / "model", push_to_hub="me/mine")
+    with pytest.raises(UserError, match="--push-to-hub mine: must be OWNER/NAME"):
+        vitfleet.export(photo_run, "timm", tmp_path / "model", push_to_hub="mine")
+    assert not (tmp_path / "model").exists()
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not empty and holds no earlier export"):
+        vitfleet.export(photo_run, "timm", tmp_path)
 
 
 def test_a_folder_is_uploaded_where_a_token_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

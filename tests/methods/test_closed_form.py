@@ -365,6 +365,21 @@ def test_what_cannot_be_forgotten_is_said(
     assert not list(tmp_path.glob("run-without*"))
 
 
+def test_a_client_is_forgotten_once(tmp_path: Path) -> None:
+    """Its sums would be subtracted twice, also where the run went on after it was forgotten."""
+    run = train(tmp_path / "run")
+    with pytest.raises(UserError, match="--client 2: is given twice"):
+        run.forget([2, 2])
+    forgotten = run.forget([2])
+    forgotten.resume(rounds=2)
+    with pytest.raises(UserError, match="--client 2: is forgotten already in"):
+        forgotten.forget([2])
+    both = forgotten.forget([4])
+    assert both.summary["forgotten"]["clients"] == [2, 4]
+    together = run.forget([2, 4])
+    torch.testing.assert_close(head_of_file(both), head_of_file(together), rtol=1e-4, atol=1e-6)
+
+
 def test_what_was_averaged_cannot_be_forgotten(tmp_path: Path, vitfleet_command: Command) -> None:
     run = vitfleet.train("digits", overrides={**KEYS, "data.limit": 100}, out=tmp_path / "run")
     done = vitfleet_command(tmp_path, "forget", "run", "--client", "3")

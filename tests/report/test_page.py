@@ -162,7 +162,9 @@ def test_axis_of_accuracies_begins_near_the_curves() -> None:
 
     assert chart(0.82, 0.96) == 0.8
     assert chart(0.8, 0.96) == 0.7  # the lowest point is not on the axis
-    assert chart(0.34, 0.96) == 0
+    assert chart(0.34, 0.96) == 0.3
+    assert chart(0.2, 0.96) == 0  # little of it is empty
+    assert chart(0.05, 0.06) == 0
     assert chart(0.9, 2.0, percent=False) == 0
 
 

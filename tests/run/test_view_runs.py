@@ -16,7 +16,8 @@ from vitfleet.config.schema import Config
 from vitfleet.costs.report import cost_reports
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.flower.device.limits import ClientLimits, check_run
+from vitfleet.flower.device.checks import check_run
+from vitfleet.flower.device.limits import ClientLimits
 from vitfleet.flower.server.fleet import fleet_factory, make_run_spec
 from vitfleet.message import Tensors
 from vitfleet.methods import declared_work

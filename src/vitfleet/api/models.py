@@ -16,7 +16,7 @@ from vitfleet.data.sources.load import load_dataset
 from vitfleet.demo.server import DemoServer
 from vitfleet.errors import UserError
 from vitfleet.exporters.model_card import model_card
-from vitfleet.exporters.write import Export, upload, write_export
+from vitfleet.exporters.write import Export, check_upload, upload, write_export
 from vitfleet.files import write_atomically
 from vitfleet.inference.classifier import Classifier, ImagePrediction, predict_files
 from vitfleet.inference.evaluate import Evaluation, evaluate_images
@@ -162,6 +162,8 @@ def export(
     --------
     >>> vitfleet.export("runs/first", "onnx", "exported", client=7, int8=True).quantised
     """
+    if push_to_hub is not None:
+        check_upload(push_to_hub)
     opened = open_source(source)
     model = load_model(opened, client, device="cpu")
     labelled = _comparison_images(opened, model, data, images, progress)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from vitfleet.config.schema import Config
     from vitfleet.costs.estimate import RunEstimate
     from vitfleet.run.output.folder import RunFolder
+
+INTERRUPTED = 130  # exit code of a command that was stopped, as shells have it
 
 app = typer.Typer(
     help="Train vision transformers across a fleet of edge devices.",
@@ -72,6 +76,29 @@ def warn(text: str) -> None:
 def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     """Handle a signal like Ctrl-C."""
     raise KeyboardInterrupt
+
+
+def interrupt_once() -> None:
+    """Have SIGTERM and Ctrl-C interrupt a command whose own processes must end with it; what comes later is ignored.
+
+    Users press Ctrl-C again when nothing happens at once: that would leave some of these processes behind.
+    """
+
+    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+        _handle_stops(signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    _handle_stops(interrupt)
+
+
+def end_at_once() -> None:
+    """Have SIGTERM and Ctrl-C end a command that has nothing left to do or to say, without a traceback."""
+    _handle_stops(lambda signum, frame: os._exit(INTERRUPTED))
+
+
+def _handle_stops(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
 
 
 def create_confirmed(request: RunRequest, yes: bool) -> RunFolder:

@@ -160,6 +160,8 @@ def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:
         if not sign or not key.strip() or not all(value.strip() for value in values.split(",")):
             raise UserError(f"-s {text}: must look like key=value,value,…, for example -s method.k=1,2,3")
         key = key.strip()
+        if key in sweep:
+            raise UserError(f"-s {text}: {key} is swept already; give all of its values after one -s, as {key}=1,2,3")
         sweep[key] = [parse_overrides([f"{key}={value}"])[key] for value in values.split(",")]
     return sweep
 

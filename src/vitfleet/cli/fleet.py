@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -13,10 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from vitfleet.cli import options
-from vitfleet.cli.base import app, console, create_confirmed, error_console, raise_interrupt, say, warn, with_options
+from vitfleet.cli.base import (
+    INTERRUPTED,
+    app,
+    console,
+    create_confirmed,
+    error_console,
+    interrupt_once,
+    say,
+    warn,
+    with_options,
+)
 from vitfleet.cli.train import print_summary
 from vitfleet.errors import ConfigError, UserError, how_to_install
-from vitfleet.files import CONFIG_FILE, RECORDS_FILE
+from vitfleet.files import CONFIG_FILE, RECORDS_FILE, make_folder
 
 if TYPE_CHECKING:
     from vitfleet.flower.server.processes import ServerSettings
@@ -56,12 +65,21 @@ def export_data(
     if to not in get_args(ExportFormat):
         raise UserError(f"--to {to}: must be {' or '.join(get_args(ExportFormat))}")
     client_names = _split_names(names)
+    if len(set(client_names)) < len(client_names):
+        raise UserError(f"--names {names}: each client needs a name of its own")
     keys = with_options(override, {"data.dir": data_dir, **_fleet_size(client_names)})
     config = load_config(source, keys, plugins=plugin)
+    if client_names and config.fleet.clients != len(client_names):
+        raise ConfigError(
+            "fleet.clients", config.fleet.clients, f"--names has {len(client_names)}; leave out one of them"
+        )
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(f"--out {out}: is not empty; choose another --out")
     data = load_dataset(config.data)
     clients = config.fleet.clients
     folders = client_names or [str(client) for client in range(clients)]
-    export_clients(data, assign_images(config, data), folders, out, cast(ExportFormat, to))
+    assigned = assign_images(config, data)
+    export_clients(data, assigned, folders, make_folder(out), cast(ExportFormat, to))
     say(f"images of {clients} clients written to {out}")
 
 
@@ -123,6 +141,7 @@ def server(
     _require("flower", "cryptography", "flwr")
     from vitfleet.api.request import RunRequest
     from vitfleet.api.run import discard_unstarted
+    from vitfleet.data.sources.load import check_listing
     from vitfleet.flower.certificates import Certs
     from vitfleet.flower.server.processes import ServerSettings, check_address
 
@@ -147,6 +166,7 @@ def server(
     request = RunRequest(source, seed=seed, overrides=keys, plugins=plugin, out=out, command=command)
     run_folder = create_confirmed(request, yes)
     try:
+        check_listing(run_folder.config().data)
         _serve(run_folder, settings)
     except Exception:
         discard_unstarted(run_folder)
@@ -209,10 +229,11 @@ def client(
     machine: dict[str, str | int] = {"device": device} if threads is None else {"device": device, "threads": threads}
     used_certs = None if insecure else fleet_certs
     look = partial(check_server, address, None if insecure else fleet_certs.ca)
-    signal.signal(signal.SIGTERM, raise_interrupt)
+    interrupt_once()
     try:
         silence = look()
         check_settings(data.resolve(), device, plugin)
+        make_folder(home, "--state")
         command = client_command(address, name, data.resolve(), home, used_certs, machine, plugin, limit, pretrained)
         log, why = home / "flower" / SUPERNODE_LOG, f" ({silence})" if silence else ""
         warn(f"{name}: waiting for {address}{why}; files in {home}; Flower's log: {log}")
@@ -225,7 +246,7 @@ def client(
         explain = partial(ending_cause, name=name, key=None if insecure else fleet_certs.node_key(name))
         run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, warn, explain, look)
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _open_fleet_run(path: Path) -> RunFolder:
@@ -247,7 +268,7 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     from vitfleet.run.output.summary import read_summary
     from vitfleet.run.records import read_records
 
-    signal.signal(signal.SIGTERM, raise_interrupt)
+    interrupt_once()
     folder, config = run_folder.path.resolve(), run_folder.config()
     names = [config.fleet.name_of(client) for client in range(config.fleet.clients)]
     run_folder.release()  # Flower's server process locks it
@@ -268,7 +289,7 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
             serve(settings, folder, names, display.show_round, show_address, display, say)
     except KeyboardInterrupt:
         warn(f"\nStopped. To resume from the last checkpoint: vitfleet server {shlex.quote(str(folder))}")
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     draw_results(folder)
     summary = read_summary(folder)
     print_summary(summary, config, folder)

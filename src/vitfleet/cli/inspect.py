@@ -77,19 +77,23 @@ def cost(
     from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, select_devices
     from vitfleet.costs.report import cost_reports
     from vitfleet.progress import NO_PROGRESS
-    from vitfleet.report.console.costs import print_costs
+    from vitfleet.report.console.costs import left_out_lines, print_costs
     from vitfleet.report.console.progress import TerminalProgress
 
     devices = select_devices(device or list(HARDWARE_PROFILES))
     config = load_config(source, override, plugins=plugin)
-    reports = list(cost_reports(config, method, NO_PROGRESS if as_json else TerminalProgress(console)))
+    left_out: dict[str, str] = {}
+    progress = NO_PROGRESS if as_json else TerminalProgress(console)
+    reports = list(cost_reports(config, method, progress, lambda name, why: left_out.update({name: str(why)})))
     remedies = find_remedies(config, reports, devices)
     if as_json:
         costs = {report.method: asdict(report) for report in reports}
         would_fit = {remedy.device: asdict(remedy) for remedy in remedies}
-        print(json.dumps({"methods": costs, "would_fit": would_fit}, indent=2))
+        print(json.dumps({"methods": costs, "would_fit": would_fit, "left_out": left_out}, indent=2))
         return
     print_costs(console, reports, devices, remedies)
+    for line in left_out_lines(left_out):
+        say(line)
 
 
 @app.command()

@@ -54,7 +54,8 @@ def predict(
     predictions = predict_images(
         model, images, client=client, task=task, batch_size=batch_size, device=device, progress=_progress()
     )
-    _print_notes([f"{image.path}: {image.note}" for image in predictions if image.note])
+    none_read = all(image.prediction is None for image in predictions)
+    _print_notes([f"{image.path}: {image.note}" for image in predictions if image.note and not none_read])
     if as_json:
         print(json.dumps([_as_tree(image, top) for image in predictions], indent=1))
     elif as_csv:
@@ -64,8 +65,10 @@ def predict(
             if image.prediction is not None:
                 shown = ", ".join(f"{name} {share:.1%}" for name, share in image.prediction.top(top))
                 say(f"{image.path}: {shown}")
-    if all(image.prediction is None for image in predictions):
-        raise UserError(f"none of {len(predictions)} images can be read")
+    if none_read:
+        first, *others = predictions
+        more = f"; nor can {len(others)} more images be read" if others else ""
+        raise UserError(f"{first.path}: {first.note}{more}")
 
 
 @app.command()
@@ -198,7 +201,7 @@ def demo(
         str | None, typer.Option(help="Clients to show, as 3,7. Default: the first two with a model of their own.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at. Default: this machine only.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0: any free one.")] = 8765,
+    port: Annotated[int, typer.Option(help="Port; 0: any free one.", min=0, max=2**16 - 1)] = 8765,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
     device: options.Device = "auto",
     plugin: options.Plugins = [],  # noqa: B006
@@ -213,7 +216,7 @@ def demo(
     from vitfleet.api.models import demo_server
 
     _prepare(plugin, False)
-    numbers = None if clients is None else [int(str(_client(part.strip()))) for part in clients.split(",")]
+    numbers = None if clients is None else _numbers(clients)
     with demo_server(model, numbers, host, port, device) as server:
         if not server.is_local:
             warn(f"warning: --host {host}: everyone who reaches this machine can use the page")
@@ -256,6 +259,12 @@ def _client(text: str | None) -> Any:
     if not text.isdecimal():
         raise UserError(f"--client {text}: must be a client's number, or all")
     return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise UserError(f"--clients {text}: must be clients' numbers separated by commas, such as 3,7")
+    return [int(part) for part in text.split(",")]
 
 
 def _print_notes(notes: Iterable[str]) -> None:

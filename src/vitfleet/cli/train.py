@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitfleet.cli import options
-from vitfleet.cli.base import app, console, create_confirmed, raise_interrupt, reserve_stdout, say, warn, with_options
+from vitfleet.cli.base import (
+    INTERRUPTED,
+    app,
+    console,
+    create_confirmed,
+    end_at_once,
+    raise_interrupt,
+    reserve_stdout,
+    say,
+    warn,
+    with_options,
+)
 from vitfleet.errors import UserError, describe_os_error
 from vitfleet.files import CHECKPOINT_FILE, COMPARISON_FILE, CONFIG_FILE
 
@@ -132,9 +143,10 @@ def resumable(path: Path, display: TerminalRun, jobs: int = 1) -> Iterator[None]
     try:
         yield
     except KeyboardInterrupt:
+        end_at_once()
         display.close()
         warn(f"\nStopped. To resume from the last checkpoint: {command}")
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     except OSError as error:
         sentence = describe_os_error(error)
         if sentence is None or not (path / CHECKPOINT_FILE).exists():
@@ -179,4 +191,4 @@ def _follow() -> None:
             with full_memory_as_sentence(folder):
                 follow(open_run(read_config(folder / CONFIG_FILE), folder, processes=processes))
     except KeyboardInterrupt:  # the first process prints how to resume
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None

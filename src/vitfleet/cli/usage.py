@@ -21,23 +21,26 @@ _OTHER_NAMES = {
     "test": "evaluate",
     "infer": "predict",
 }
+_NUMBER_RANGE = re.compile(r"(?P<value>'.*') is not a valid (integer|float)( range)?")
 _UNKNOWN_COMMAND = re.compile(r"No such command '(?P<name>.*?)'\.")
 
 
 def usage_sentence(error: click.UsageError, arguments: Sequence[str]) -> str:
     """Return what is wrong with a command's ``arguments``, and the remedy."""
     context = error.ctx or click.Context(click.Command("vitfleet"), info_name="vitfleet")
-    command = _path(context)
+    command = _path(context) if error.ctx else " ".join(["vitfleet", *arguments[:1]])
     if isinstance(error, click.NoSuchOption):
         return _unknown_option(error, command, arguments)
     if isinstance(error, click.BadOptionUsage):
         return f"{error.option_name}: needs a value; `{command} --help` explains it"
     if isinstance(error, click.MissingParameter) and error.param is not None:
-        is_option = isinstance(error.param, click.Option)
-        name = max(error.param.opts, key=len) if is_option else error.param.make_metavar(context)
-        return f"{name}: is missing; `{command}` needs it: {getattr(error.param, 'help', '').rstrip('.')}"
+        if isinstance(error.param, click.Option):
+            name, meaning = max(error.param.opts, key=len), (error.param.help or "").rstrip(".")
+            return f"{name}: is missing; `{command}` needs it: {meaning}"
+        return f"{error.param.make_metavar(context)}: is missing; `{command} --help` explains it and has examples"
     if isinstance(error, click.BadParameter) and error.param is not None:
-        return f"{max(error.param.opts, key=len)}: {error.message.rstrip('.')}; `{command} --help` explains it"
+        problem = _NUMBER_RANGE.sub(r"must be a number, not \g<value>", error.message.rstrip("."))
+        return f"{max(error.param.opts, key=len)}: {problem}; `{command} --help` explains it"
     if unknown := _UNKNOWN_COMMAND.match(error.message):
         return _unknown_command(unknown["name"], context)
     return f"`{command}`: {error.message[:1].lower()}{error.message[1:].rstrip('.')}; `{command} --help` explains it"
@@ -61,6 +64,8 @@ def _unknown_option(error: click.NoSuchOption, command: str, arguments: Sequence
     assert error.ctx is not None
     option, value = _given(error.option_name, arguments)
     own = [name for parameter in error.ctx.command.params for name in parameter.opts]
+    if f"{option}s" in own:  # --seed and --seeds
+        return f"{option}: no such option of `{command}`; did you mean {option}s?"
     if "--override" in own and (key := _key(option.lstrip("-").replace("-", "_"))):
         return f"{option}: no such option of `{command}`; it is the key {key}, set with -o {key}={value or 'VALUE'}"
     close = difflib.get_close_matches(option, own, n=1)

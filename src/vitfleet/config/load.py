@@ -24,7 +24,7 @@ from vitfleet.config.schema import Config
 from vitfleet.config.train import NAMED_WEIGHTS
 from vitfleet.config.trust import check_trusted
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.files import CONFIG_FILE, parse_json, read_json
+from vitfleet.files import COMPARISON_FILE, CONFIG_FILE, parse_json, read_json
 
 Tree = dict[str, Any]
 #: Keys to set: ``{"train.lr": 1e-3}``, or texts as given to ``-o``: ``["train.lr=1e-3"]``.
@@ -185,6 +185,12 @@ def _unknown_preset(name: str) -> UserError:
         return UserError(f"{name}: a key is set with -o {name}; those of one method are inside its quotes: {quoted}")
     if (Path(name) / CONFIG_FILE).is_file():
         return UserError(f"{name}: is the folder of a run; name its {Path(name) / CONFIG_FILE}, or a preset")
+    if (Path(name) / COMPARISON_FILE).is_file():
+        return UserError(f"{name}: is the folder of a comparison; `vitfleet resume {name}` resumes it")
+    if Path(name).is_dir():
+        return UserError(
+            f"{name}: is a folder; name a preset or a file, and the images of a folder with -o data.path={name}"
+        )
     close = difflib.get_close_matches(name, _preset_texts(), n=1)
     hint = f"did you mean {close[0]!r}?" if close else "`vitfleet presets` lists them."
     return UserError(f"no preset is called {name!r}: {hint} A file's name must end in .toml or .json.")

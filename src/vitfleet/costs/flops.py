@@ -152,7 +152,7 @@ def meta_stack(net: Net, training: LocalTraining, train: TrainConfig, size: int)
     indices = torch.empty(size, dtype=torch.long, device="meta")
     shard = Shard(ImageSet(pixels, indices), indices)
     group = [ClientTraining(training, shard, RngContext(0, 1, 0))]
-    stack = ClientStack(trainer.engine_for(training), group, stack_inputs(group, net, META))
+    stack = ClientStack(trainer.engine_for(training), group, stack_inputs(group, META))
     return stack, empty_batch(net, training, train, size, "meta")
 
 

@@ -125,11 +125,16 @@ class _SharedCounts:
     steps: list[TrackedStep] = field(default_factory=list)
 
 
-def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress = NO_PROGRESS) -> Iterator[CostReport]:
+def cost_reports(
+    config: Config,
+    methods: Sequence[str] = (),
+    progress: Progress = NO_PROGRESS,
+    left_out: Callable[[str, UserError], object] = lambda name, reason: None,
+) -> Iterator[CostReport]:
     """Yield the cost report of the configured method first, then those of other methods.
 
     The other ``methods`` are ``NAME [KEY=VALUE…]``; what is not set has their defaults and their usual mask ratio.
-    Without any they are all that support the model.
+    Without any they are all that support the configuration; ``left_out`` is called with each that does not, and why.
     """
     if unknown := [name for name, _ in map(parse_method, methods) if name not in METHODS]:
         raise UserError(f"--method {unknown[0]}: no such method; there are {', '.join(METHODS.names())}")
@@ -143,10 +148,10 @@ def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress
             try:
                 report = _cost_report(method_config(config, name), dataset, labels, shared)
                 yield replace(report, method=name)
-            except UserError:
+            except UserError as reason:
                 if name == configured or methods:
                     raise
-                # Not every method supports every model: some need tokens, or more layers.
+                left_out(name, reason)  # some need tokens, more layers, or a head of their own
             advance(1)
 
 

@@ -72,7 +72,7 @@ def _step_speed(request: SpeedRequest, images: int) -> float:
     )
     index = torch.arange(images, device=machine.device)
     group = [ClientTraining(training, Shard(ImageSet(pixels, torch.zeros_like(index)), index), RngContext(0, 1, 0))]
-    stack = ClientStack(trainer.engine_for(training), group, stack_inputs(group, net, machine.device))
+    stack = ClientStack(trainer.engine_for(training), group, stack_inputs(group, machine.device))
     stack.restart(None, train.lr)
     batch = empty_batch(net, training, train, images, str(machine.device)).map(torch.zeros_like)
     batch = replace(batch, sample_weight=batch.sample_weight + 1 / images, active=torch.ones_like(batch.active))

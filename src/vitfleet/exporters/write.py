@@ -77,6 +77,8 @@ def write_export(
         raise UserError(f"--int8: eight-bit weights are written for --to onnx only, not for {format}")
     _check_packages(model, format)
     is_new = not folder.exists()
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / PREPROCESSING_FILE).exists():
+        raise UserError(f"--out {folder}: is not empty and holds no earlier export; choose another --out")
     make_folder(folder)
     try:
         return _write_compared(model.cpu(), format, folder, int8, labelled)
@@ -153,15 +155,22 @@ def _measure(original: Path, path: Path, graph: ExportGraph, labelled: ImageSet 
     )
 
 
+def check_upload(repository: str) -> None:
+    """Raise an error if nothing can be uploaded to the Hugging Face hub, before anything is written."""
+    from huggingface_hub import get_token
+
+    if repository.count("/") != 1 or not all(repository.split("/")):
+        raise UserError(f"--push-to-hub {repository}: must be OWNER/NAME")
+    if get_token() is None:
+        raise UserError(f"--push-to-hub {repository}: no token is set; set HF_TOKEN, or log in with `hf auth login`")
+
+
 def upload(folder: Path, repository: str) -> str:
     """Upload an exported model to the Hugging Face hub as a private repository ``owner/name``; return its address."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    token = get_token()
-    if token is None:
-        raise UserError(f"--push-to-hub {repository}: no token is set; set HF_TOKEN, or log in with `hf auth login`")
-    hub = HfApi(token=token)
+    hub = HfApi(token=get_token())
     try:
         address = str(hub.create_repo(repository, private=True, exist_ok=True))
         hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Model exported by vitfleet")

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vitfleet.errors import printable
-from vitfleet.fleet.base import Reply
-from vitfleet.flower.transport.payloads import TrainPayload
+
+if TYPE_CHECKING:  # a device's first process reads the lines and does without torch
+    from vitfleet.fleet.base import Reply
+    from vitfleet.flower.transport.payloads import TrainPayload
 
 ACTIVITY_FILE = "activity.log"  # in the folder of a client's files
 FLEET_FILE = "fleet.log"  # in the folder of a server's run

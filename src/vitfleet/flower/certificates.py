@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 from cryptography import x509
@@ -18,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from vitfleet.errors import UserError
+from vitfleet.files import make_folder
 from vitfleet.flower.processes import check_client_name
 
 CURVE = ec.SECP384R1()
@@ -49,10 +51,11 @@ class Certs:
         return sorted(path.name.removesuffix(".pub") for path in (self.folder / "nodes").glob("*.pub"))
 
     def check_server(self, names: Sequence[str] = ()) -> None:
-        """Raise an error if a file that the server of these clients needs is missing."""
-        for path in (self.ca, self.server, self.server_key):
-            if not path.is_file():
-                raise UserError(f"{path}: missing; `vitfleet certs {self.folder} --host HOST --names A,B` creates it")
+        """Raise an error if a file that the server of these clients needs is missing or damaged."""
+        create = f"`vitfleet certs {self.folder} --host HOST --names A,B` creates it"
+        _check_readable(self.ca, x509.load_pem_x509_certificate, create)
+        _check_readable(self.server, x509.load_pem_x509_certificate, create)
+        _check_readable(self.server_key, partial(serialization.load_pem_private_key, password=None), create)
         if missing := [name for name in names if not self.node_public_key(name).is_file()]:
             raise UserError(
                 f"client {missing[0]} has no key in {self.folder}; `vitfleet certs {self.folder} --names "
@@ -60,10 +63,21 @@ class Certs:
             )
 
     def check_client(self, name: str) -> None:
-        """Raise an error if a file that a client needs is missing."""
-        for path in (self.ca, self.node_key(name)):
-            if not path.is_file():
-                raise UserError(f"{path}: missing; copy it from the server, where `vitfleet certs` created it")
+        """Raise an error if a file that a client needs is missing or damaged."""
+        copy = "copy it from the server, where `vitfleet certs` created it"
+        _check_readable(self.ca, x509.load_pem_x509_certificate, copy)
+        _check_readable(self.node_key(name), partial(serialization.load_ssh_private_key, password=None), copy)
+
+
+def _check_readable(path: Path, read: Callable[[bytes], object], remedy: str) -> None:
+    """Raise an error with the remedy if there is no file, or one that is no certificate or no key."""
+    if not path.is_file():
+        raise UserError(f"{path}: missing; {remedy}")
+    try:
+        read(path.read_bytes())
+    except ValueError:
+        kind = "certificate" if path.suffix == ".crt" else "key"
+        raise UserError(f"{path}: is damaged, or no {kind}; restore it, or remove it and {remedy}") from None
 
 
 def make_certs(folder: Path, hosts: Sequence[str], names: Sequence[str]) -> Certs:
@@ -74,7 +88,7 @@ def make_certs(folder: Path, hosts: Sequence[str], names: Sequence[str]) -> Cert
     for name in names:
         check_client_name(name)
     certs = Certs(folder)
-    (folder / "nodes").mkdir(parents=True, exist_ok=True)
+    make_folder(folder / "nodes", "DIR")
     folder.chmod(0o700)
     if not certs.ca.exists():
         _make_authority(certs)

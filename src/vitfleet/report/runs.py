@@ -130,6 +130,8 @@ def read_groups(paths: Sequence[Path]) -> list[RunGroup]:
 def read_run(path: Path, name: str | None = None) -> RunData:
     """Read a run folder; ``name`` is the run's in a comparison, by default the method's."""
     config = read_json(path / files.CONFIG_FILE)
+    if not isinstance(config, dict) or "method" not in config:
+        raise UserError(f"{path / files.CONFIG_FILE}: is no configuration of a run; name the folder of a run")
     patches = path / files.PATCHES_FIGURE
     devices = _read_json(path / files.DEVICES_FILE)
     partition = _read_partition(path)

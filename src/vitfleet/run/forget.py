@@ -10,7 +10,15 @@ from functools import partial
 from pathlib import Path
 
 from vitfleet.errors import UserError
-from vitfleet.files import BEST_MODEL_FILE, MODEL_FILE, RECORDS_FILE, SUMMARY_FILE, TIMINGS_FILE, write_atomically
+from vitfleet.files import (
+    BEST_MODEL_FILE,
+    MODEL_FILE,
+    RECORDS_FILE,
+    SUMMARY_FILE,
+    TIMINGS_FILE,
+    read_json,
+    write_atomically,
+)
 from vitfleet.message import Message
 from vitfleet.methods.base import ClientRoundInput
 from vitfleet.run.checkpoints.store import Checkpoints
@@ -22,6 +30,7 @@ from vitfleet.run.state import RunState
 from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext
 
+FORGOTTEN_FILE = "forgotten.json"  # the clients that a run is without: its records still have them
 #: What has the clients' sums or the model of them, and what is drawn of it.
 _NOT_COPIED = (
     "checkpoint",
@@ -83,6 +92,12 @@ def write_forgotten(context: RunContext, clients: Sequence[int], target: Path) -
     summary = read_summary(context.folder)
     if target.exists():
         raise UserError(f"{target}: exists already; choose another --out")
+    before = _forgotten(context.folder)
+    for position, client in enumerate(clients):
+        if client in before:
+            raise UserError(f"--client {client}: is forgotten already in {context.folder}")
+        if client in clients[:position]:
+            raise UserError(f"--client {client}: is given twice")
     state = forget_clients(context, load_state(context), clients)
     shutil.copytree(context.folder, target, ignore=shutil.ignore_patterns(*_NOT_COPIED))
     there = replace(context, folder=target, checkpoints=Checkpoints(target))
@@ -92,8 +107,15 @@ def write_forgotten(context: RunContext, clients: Sequence[int], target: Path) -
     ((accuracy, loss),) = there.evaluator.evaluate(
         there.method.model_weights(state.server, there.base.tensors, None)
     ).means()
-    forgotten = {"clients": list(clients), "accuracy": accuracy, "loss": loss}
+    everyone = [*before, *clients]
+    write_atomically(target / FORGOTTEN_FILE, json.dumps(everyone).encode())
+    forgotten = {"clients": everyone, "accuracy": accuracy, "loss": loss}
     write_atomically(target / SUMMARY_FILE, json.dumps({**summary, "forgotten": forgotten}, indent=2).encode())
+
+
+def _forgotten(folder: Path) -> list[int]:
+    path = folder / FORGOTTEN_FILE
+    return list(read_json(path)) if path.exists() else []
 
 
 def _size(path: Path) -> int:

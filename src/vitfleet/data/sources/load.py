@@ -102,6 +102,12 @@ def _load(request: DataRequest) -> DataSet:
     )
 
 
+def check_listing(config: DataConfig) -> None:
+    """Raise what reading the images of a folder, ``data.path``, would raise, as far as it takes no decoding."""
+    if config.path is not None and not has_parquet(Path(config.path).expanduser()):
+        _find(config, DatasetInfo(config.name, channels=None))
+
+
 def read_dataset(info: DatasetInfo, request: DataRequest) -> DataSet:
     """Find, read and decode a data set.
 
@@ -132,7 +138,10 @@ def _find(config: DataConfig, info: DatasetInfo) -> RawDataset:
         root = Path(config.path).expanduser()
         if not root.exists():
             raise DataError(f"data.path = '{config.path}': no such file or folder")
-        return _read_path(find_test_folder(root) if config.test_only else root, info, columns)
+        try:
+            return _read_path(find_test_folder(root) if config.test_only else root, info, columns)
+        except DataError as error:
+            raise DataError(f"data.path = '{config.path}': {error}") from None
     directory = config.dir or os.environ.get(DATA_DIR_VARIABLE)
     reasons: list[str] = []
     if directory is None:

@@ -28,9 +28,7 @@ from vitfleet.fleet.base import NO_ROUND, ClientTask, EvalReply, EvalResult, Rep
 from vitfleet.fleet.build import Components, build_components, build_last_components, build_net
 from vitfleet.fleet.client_runtime import ClientRuntime, make_runtime
 from vitfleet.flower.activity import ActivityLog
-from vitfleet.flower.device.features import check_published, check_transforms
-from vitfleet.flower.device.limits import (
-    ClientLimits,
+from vitfleet.flower.device.checks import (
     check_model,
     check_range,
     check_round,
@@ -39,6 +37,8 @@ from vitfleet.flower.device.limits import (
     describe_run,
     within_limits,
 )
+from vitfleet.flower.device.features import check_published, check_transforms
+from vitfleet.flower.device.limits import ClientLimits
 from vitfleet.flower.device.storage import ClientStorage, StoredViews
 from vitfleet.flower.transport.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import Payload, State, Tensors, to_device

@@ -6,16 +6,22 @@ import socket
 import ssl
 from pathlib import Path
 
-from vitfleet.errors import UserError
+from vitfleet.errors import UserError, shown
 
 CONNECT_TIMEOUT_S = 10.0
 
 
 def parse_address(text: str, default_port: int) -> str:
     """Return ``HOST:PORT`` of the option ``--server``."""
-    host, _, port = text.rpartition(":") if ":" in text else (text, ":", str(default_port))
-    if not host or "/" in text or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"--server {text}: must be HOST or HOST:PORT, such as fleet.example.org:{default_port}")
+    has_port = ":" in text and not text.endswith("]")
+    host, _, port = text.rpartition(":") if has_port else (text, ":", str(default_port))
+    in_brackets = host.startswith("[") and host.endswith("]")
+    is_port = port.isdecimal() and 0 < int(port) < 2**16
+    if not host or "/" in text or not is_port or (":" in host and not in_brackets):
+        raise UserError(
+            f"--server {text or shown(text)}: must be HOST or HOST:PORT, such as fleet.example.org:{default_port} or "
+            f"[::1]:{default_port}"
+        )
     return f"{host}:{port}"
 
 

@@ -1,4 +1,4 @@
-"""A client's files of one run: the initial broadcast, its state after the latest rounds, cached views, and its own model.
+"""A client's files of one run: the initial broadcast, its state after the last rounds, cached views, its own model.
 
 Each run has a folder. A state file is named after its round. Every request from the server names the last round whose
 reply it accepted, and the client continues from its state after that round. So a round whose reply was late, lost or

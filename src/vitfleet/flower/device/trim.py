@@ -55,7 +55,7 @@ def main() -> None:
     for command in entry_points(group="console_scripts"):
         if command.name in CLIENT_COMMANDS:
             command.load()
-    print(f"removed {freed / 1e6:.0f} MB; {sys.prefix} now has {size_of(Path(sys.prefix)) / 1e6:.0f} MB")
+    print(f"removed {freed / 2**20:.0f} MiB; {sys.prefix} now has {size_of(Path(sys.prefix)) / 2**20:.0f} MiB")
 
 
 if __name__ == "__main__":

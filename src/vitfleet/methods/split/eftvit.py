@@ -479,8 +479,8 @@ class FeatureStoreUpdate(Aggregator):
         most_samples = MOST_SAMPLES * known if known and self.limits.defence == "clip" else math.inf
         for client in [client for client in self.received if client not in self.rejected]:
             received = self._cut(self.received[client], self.samples[client], most_samples)
-            others = sum(part.num_bytes for name, part in parts.items() if name != part_name(client))
-            if others + received.num_bytes <= params.store_mb * MEGABYTE:
+            kept_bytes = sum(part.num_bytes for name, part in parts.items() if name != part_name(client))
+            if kept_bytes + received.num_bytes <= params.store_mb * MEGABYTE:
                 parts[part_name(client)] = received
             else:
                 size = f"its {received.num_bytes} bytes of features"

@@ -115,6 +115,15 @@ def views_lines(reports: Sequence[CostReport]) -> Iterator[str]:
             )
 
 
+def left_out_lines(left_out: Mapping[str, str]) -> Iterator[str]:
+    """Yield which methods are in no table because the configuration is not one of theirs, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        by_reason.setdefault(reason.removeprefix(f"method.name = {name!r}: "), []).append(name)
+    for reason, names in by_reason.items():
+        yield f"not in these tables: {', '.join(names)} ({reason})"
+
+
 def remedy_lines(reports: Sequence[CostReport], remedies: Sequence[Remedy]) -> Iterator[str]:
     """Yield what would fit, for each device that cannot hold the training of the first report."""
     by_changes: dict[tuple[str, ...], list[str]] = {}

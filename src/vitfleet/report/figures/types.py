@@ -52,10 +52,12 @@ class LineChart(Figure):
 
     @property
     def floor(self) -> float:
-        """Where the vertical axis begins: near the curves if all of them are fractions above one half, else at 0."""
-        values = [value for view in self.views for curve in view.curves for value in (*curve.y, *curve.low)]
-        lowest = min((value for value in values if value is not None), default=0.0)
-        return math.floor(round(10 * lowest - 0.1, 6)) / 10 if self.percent and lowest > 0.5 else 0.0
+        """Where the vertical axis begins: at 0, or near fractions that would leave more than a quarter of it empty."""
+        shown = [value for view in self.views for curve in view.curves for value in (*curve.y, *curve.low)]
+        values = [value for value in shown if value is not None]
+        if not self.percent or not values or min(values) <= max(values) / 4:
+            return 0.0
+        return max(0.0, math.floor(round(10 * min(values) - 0.1, 6)) / 10)
 
 
 @dataclass(frozen=True)

@@ -118,20 +118,20 @@ function setUpTheme() {
 // Paper is white and narrower than most windows: print in the light theme, drawn for the width of the paper.
 function setUpPrinting() {
   const root = document.documentElement;
-  const summary = document.querySelector("main > .scroll");
+  const tables = [...document.querySelectorAll("main > .scroll > table")];
   let theme = null;
   addEventListener("beforeprint", () => {
     theme = root.dataset.theme;
     root.dataset.theme = "light";
     root.classList.add("printing");
-    // The whole table on the paper, however many columns it has.
-    summary.firstElementChild.style.zoom = Math.min(1, summary.clientWidth / summary.firstElementChild.scrollWidth);
+    // Whole tables on the paper, however many columns they have.
+    for (const table of tables) table.style.zoom = Math.min(1, table.parentElement.clientWidth / table.scrollWidth);
     redrawAll();
   });
   addEventListener("afterprint", () => {
     root.dataset.theme = theme;
     root.classList.remove("printing");
-    summary.firstElementChild.style.zoom = "";
+    for (const table of tables) table.style.zoom = "";
     redrawAll();
   });
 }

@@ -27,7 +27,9 @@ function drawCurve(area, curve, x, y) {
 }
 function drawLineChart(plot, figure, view, hiddenNames) {
   const curves = view.curves.filter((curve) => !hiddenNames.has(curve.name));
-  const area = createArea(plot, figure, plot.clientWidth < 480 ? 260 : 320, 52, 42, figure.percent ? 12 : LABELLED_TOP);
+  const printing = document.documentElement.classList.contains("printing"); // low enough for three rows on a page
+  const height = printing ? 190 : plot.clientWidth < 480 ? 260 : 320;
+  const area = createArea(plot, figure, height, 52, 42, figure.percent ? 12 : LABELLED_TOP);
   const ys = curves.flatMap((curve) => [...curve.y, ...curve.low, ...curve.high]).filter((value) => value !== null);
   const xs = curves.flatMap((curve) => curve.x);
   const largest = Math.max(...ys, 0) || 1;
