@@ -216,16 +216,20 @@ def client(
         command = client_command(address, name, data.resolve(), home, used_certs, machine, plugin, limit, pretrained)
         log, why = home / "flower" / SUPERNODE_LOG, f" ({silence})" if silence else ""
         warn(f"{name}: waiting for {address}{why}; files in {home}; Flower's log: {log}")
-        if limits.shown_share:  # what a device cannot check is said
-            share = f"features of {limits.shown_share:.0%} of each image's patches in a round"
-            warn(
-                f"note: a server that runs EFTViT receives {share}, and can rebuild these patches from them; "
-                "--limit shown_share=0 refuses it"
-            )
+        _say_what_may_leave(limits.shown_share)
         explain = partial(ending_cause, name=name, key=None if insecure else fleet_certs.node_key(name))
         run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, warn, explain, look)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _say_what_may_leave(shown_share: float) -> None:
+    """Say what a device cannot check: a server that receives features can rebuild images."""
+    if shown_share:
+        warn(
+            f"note: a server that runs EFTViT receives features of {shown_share:.0%} of each image's patches in a round, "
+            "and can rebuild these patches from them; --limit shown_share=0 refuses it"
+        )
 
 
 def _open_fleet_run(path: Path) -> RunFolder:
