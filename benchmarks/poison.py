@@ -327,7 +327,7 @@ def main() -> int:
         command.add_argument("-o", "--override", action="append", default=[], metavar="KEY=VALUE", help="of the runs")
     args = parser.parse_args()
     try:
-        return args.command(args)
+        return int(args.command(args))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
