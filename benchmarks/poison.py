@@ -46,8 +46,8 @@ from vitfleet.run.state import RunState
 
 LIAR = 1  # the client that lies
 
-#: Turns the liar's message, given what the server sent and the honest messages of the round, into a false one.
-Lie = Callable[[Message, Tensors, Sequence[Message]], Message]
+#: Turns the liar's message, given what the server sent and the honest messages of the round, into a false one, or none.
+Lie = Callable[[Message, Tensors, Sequence[Message]], Message | None]
 
 
 def scaled(factor: float, honest: Message, received: Tensors, others: Sequence[Message]) -> Message:
@@ -62,9 +62,13 @@ def scaled(factor: float, honest: Message, received: Tensors, others: Sequence[M
     return replace(honest, tensors={name: changed(name, tensor) for name, tensor in honest.tensors.items()})
 
 
-def with_many_samples(lie: Lie, honest: Message, received: Tensors, others: Sequence[Message]) -> Message:
-    """Claim as many samples as a message may."""
-    message = lie(honest, received, others)
+def absent(honest: Message, received: Tensors, others: Sequence[Message]) -> None:
+    """Send nothing: what a device costs that does not take part, whatever the server does."""
+
+
+def with_many_samples(factor: float, honest: Message, received: Tensors, others: Sequence[Message]) -> Message:
+    """Scale the update, and claim as many samples as a message may."""
+    message = scaled(factor, honest, received, others)
     return replace(message, numbers={**message.numbers, "samples": 10**8})
 
 
@@ -86,10 +90,11 @@ ATTACKS: Mapping[str, Lie | None] = {
     "none": partial(scaled, 1.0),
     "sign flip": partial(scaled, -10.0),
     "scaled": partial(scaled, 10.0),
-    "lied samples": partial(with_many_samples, partial(scaled, -1.0)),
+    "lied samples": partial(with_many_samples, -1.0),
     "label flip": None,  # its images have wrong labels
     "a little": partial(a_little, 1.5),
-    "flip, samples": partial(with_many_samples, partial(scaled, -10.0)),
+    "flip, samples": partial(with_many_samples, -10.0),
+    "absent": absent,
 }
 DIGITS = ("eval.every=1000", "fleet.devices={}")
 POISONED = {
@@ -136,7 +141,8 @@ class Poisoned(FleetWrapper[Fleet]):
         received = {request.client: request.message.tensors for request in asked}
         for reply in replies:
             if reply.client == LIAR and reply.message is not None:
-                yield replace(reply, message=self.lie(reply.message, received[LIAR], others))
+                message = self.lie(reply.message, received[LIAR], others)
+                yield replace(reply, message=message, failure="absent" if message is None else None)
             else:
                 yield reply
 
@@ -327,7 +333,7 @@ def main() -> int:
         command.add_argument("-o", "--override", action="append", default=[], metavar="KEY=VALUE", help="of the runs")
     args = parser.parse_args()
     try:
-        return args.command(args)
+        return int(args.command(args))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

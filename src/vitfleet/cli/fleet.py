@@ -36,6 +36,16 @@ LOCK_TIMEOUT_S = 30.0  # the processes of a killed server release the run's fold
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="No encryption and no authentication; only for trying things out.")
 ]
+Limits = Annotated[
+    list[str],
+    typer.Option(metavar="NAME=VALUE", help="Most that a server may ask for: `--limit epochs=5`. May be repeated."),
+]
+Pretrained = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Published weights. With EFTViT no features of another local module leave this machine."
+    ),
+]
 CERTS_DIR = Path("fleet")
 
 
@@ -184,17 +194,8 @@ def client(
     ] = None,
     device: options.Device = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's own.", min=1)] = None,
-    limit: Annotated[
-        list[str],
-        typer.Option(metavar="NAME=VALUE", help="Most that a server may ask for: `--limit epochs=5`. May be repeated."),
-    ] = [],  # noqa: B006
-    pretrained: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Published weights. With EFTViT no features of another local module leave this machine.",
-        ),
-    ] = None,
+    limit: Limits = [],  # noqa: B006
+    pretrained: Pretrained = None,
     plugin: options.Plugins = [],  # noqa: B006
     insecure: Insecure = False,
 ) -> None:
@@ -237,16 +238,20 @@ def client(
         command = client_command(address, name, data.resolve(), home, used_certs, machine, plugin, limit, pretrained)
         log, why = home / "flower" / SUPERNODE_LOG, f" ({silence})" if silence else ""
         warn(f"{name}: waiting for {address}{why}; files in {home}; Flower's log: {log}")
-        if limits.shown_share:  # what a device cannot check is said
-            share = f"features of {limits.shown_share:.0%} of each image's patches in a round"
-            warn(
-                f"note: a server that runs EFTViT receives {share}, and can rebuild these patches from them; "
-                "--limit shown_share=0 refuses it"
-            )
+        _say_what_may_leave(limits.shown_share)
         explain = partial(ending_cause, name=name, key=None if insecure else fleet_certs.node_key(name))
         run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, warn, explain, look)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _say_what_may_leave(shown_share: float) -> None:
+    """Say what a device cannot check: a server that receives features can rebuild images."""
+    if shown_share:
+        warn(
+            f"note: a server that runs EFTViT receives features of {shown_share:.0%} of each image's patches in a "
+            "round, and can rebuild these patches from them; --limit shown_share=0 refuses it"
+        )
 
 
 def _open_fleet_run(path: Path) -> RunFolder:

@@ -474,8 +474,8 @@ class FeatureStoreUpdate(Aggregator):
             self.rejected = {**self.local_modules.rejected, **self.rejected}
             self.counted_samples = self.local_modules.counted_samples
         parts = dict(state.parts) if params.store == "all" else {}
-        others = [count for client, count in self.earlier_samples.items() if client not in self.samples]
-        known = usual(list(self.samples.values()), others)
+        earlier = [count for client, count in self.earlier_samples.items() if client not in self.samples]
+        known = usual(list(self.samples.values()), earlier)
         most_samples = MOST_SAMPLES * known if known and self.limits.defence == "clip" else math.inf
         for client in [client for client in self.received if client not in self.rejected]:
             received = self._cut(self.received[client], self.samples[client], most_samples)
