@@ -71,6 +71,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "joint": SHARED,
 }
 
+IN_CI = {"fedavg", "er", "lvt"}
+
 
 @pytest.fixture(autouse=True)
 def _without_figures(without_figure_files: None) -> None:
@@ -166,7 +168,9 @@ def test_with_a_known_task_there_is_one_accuracy(tmp_path: Path) -> None:
 # Methods
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.long) for name in METHODS]
+)
 def test_every_method_with_a_model_on_the_server_learns_common_tasks(method: str, tmp_path: Path) -> None:
     """Each with heads of its tasks in closed form, and clients without images of a task."""
     _, state, records = finished(tmp_path, method, METHODS[method], START, {"data.partition.beta": 0.05})
@@ -184,7 +188,7 @@ def test_a_method_without_a_model_on_the_server_is_refused(method: str, tmp_path
         open_run(config_of(method, extra), tmp_path)
 
 
-@pytest.mark.parametrize("method", ["er", "ewc"])
+@pytest.mark.parametrize("method", ["er", pytest.param("ewc", marks=pytest.mark.long)])
 def test_stacked_clients_learn_common_tasks_like_single_ones(method: str, tmp_path: Path) -> None:
     keys = {"train.optimizer": "sgd", "train.lr": 0.02, **({"method.penalty_weight": 10.0} if method == "ewc" else {})}
     servers = []
@@ -196,9 +200,8 @@ def test_stacked_clients_learn_common_tasks_like_single_ones(method: str, tmp_pa
         torch.testing.assert_close(servers[1][name], tensor, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("wide", [{}, {"head.features": "both", "head.blocks": 2}], ids=["class token", "wide"])
-def test_an_interrupted_run_ends_with_the_same_bits(wide: dict[str, Any], tmp_path: Path) -> None:
-    config = config_of("er", SHARED, START, wide)
+def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    config = config_of("er", SHARED, START, {"head.features": "both", "head.blocks": 2})
     whole = vitfleet.train(config, out=tmp_path / "whole")
     for after in (2, 3):  # at the end of a task, and within one
         with pytest.raises(KeyboardInterrupt):
