@@ -558,15 +558,26 @@ def test_a_class_without_images_has_a_bias_that_is_finite_in_every_type(tiny_net
             {"rounds": 1, "method": {"name": "closed-form", "project": 9, "standardize": "data"}},
             "standardize = data: clients are asked twice",
         ),
-        ({"method": {"name": "closed-form", "standardize": "data"}}, "is for random features"),
-        (
-            {"method": {"name": "closed-form", "project": 9, "standardize": "data", "regularization": "held-out"}},
-            "cannot be with regularization",
-        ),
-        ({"head": {"start": "closed-form", "project": 9, "standardize": "data"}, "method": {}}, "head.send = features"),
     ],
 )
 def test_what_cannot_be_solved_is_refused(tables: dict[str, Any], reason: str) -> None:
     model = {"model": {"weights": "digits"}} if tables else {}
     with pytest.raises(ConfigError, match=reason):
         from_tree({"method": {"name": "closed-form"}, **model, **tables})
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ({"method": {"name": "closed-form", "standardize": "data"}}, "is for random features"),
+        (
+            {"method": {"name": "closed-form", "project": 9, "standardize": "data", "regularization": "held-out"}},
+            "cannot be with regularization",
+        ),
+        ({"head": {"start": "closed-form", "project": 9, "standardize": "data"}}, "head.send = features"),
+        ({"head": {"last": {"project": 9, "standardize": "data"}}}, "head.last.send = features"),
+    ],
+)
+def test_what_cannot_standardise_is_refused(table: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        from_tree({"model": {"weights": "digits"}, **table})

@@ -222,7 +222,7 @@ class ClosedForm(Method[ClosedFormParams]):
         labels, flops = job.shard.labels, self.image_flops
         kept, held_out = self._split(len(job.shard), job.client)
         body = job.base_weights if counted else {**job.base_weights, **job.message.tensors}
-        if job.client_state is not None:  # it was asked before: what it has kept is the rest
+        if job.client_state is not None and (counted or self.measures):  # what it has kept is what is asked for
             seen = job.client_state.tensors[FEATURES]
             if counted:
                 return ClientUpdate(self._answer(heads, seen, labels[held_out], body), {}, image_flops=flops)
