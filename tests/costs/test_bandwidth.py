@@ -1,4 +1,4 @@
-"""The benchmark of bandwidths: minutes and megabytes of a run follow from its records."""
+"""The benchmark of bandwidths: minutes and mebibytes of a run follow from its records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_round_lasts_as_long_as_its_slowest_client() -> None:
     speeds = [HARDWARE_PROFILES[name].gflops for name in assign_hardware(HARDWARE, 2, 0)]
     alone = [4.0 / 0.5 + 40 / speeds[0], 2.0 / 0.5 + 20 / speeds[1]]
     assert run.minutes(0.5) == pytest.approx((max(alone) + alone[1]) / 60)
-    assert run.megabytes_by_task() == [60.0]
+    assert run.mebibytes_by_task() == pytest.approx([60e6 / 2**20])
 
 
 @pytest.mark.long

@@ -90,7 +90,7 @@ def test_the_head_after_all_tasks_is_that_of_all_images_at_once(
             for client in range(clients):
                 if method.message_to_client(state, round, client, None) == Message():
                     own = (labels == label) & (owners == client)
-                    aggregator.add(client, method.client_message(features[own], labels[own]))
+                    aggregator.add(client, method.client_message(features[own], labels[own], {}))
             state = aggregator.finish()
     at_once = Sums.of(features, labels, CLASSES)
     stored = Sums.of_tensors(with_prefix(state.tensors, SUMS))
@@ -107,7 +107,7 @@ def test_the_head_after_all_tasks_is_that_of_all_images_at_once(
 def test_a_client_is_asked_once_in_every_task(tiny_net: Net) -> None:
     method = method_of(tiny_net, 2)
     features, labels = torch.randn(20, 16), torch.zeros(20, dtype=torch.long)
-    sent = method.client_message(features, labels)
+    sent = method.client_message(features, labels, {})
 
     def after(state: State, round: int) -> State:
         aggregator = method.aggregator(state, round)

@@ -22,6 +22,7 @@ from vitfleet.message import with_prefix
 from vitfleet.methods.closed_form.closed_form import SUMS
 from vitfleet.methods.closed_form.solvers import solve, temperature
 from vitfleet.methods.closed_form.sums import Sums
+from vitfleet.models.variants.wide_head import unsolved_head
 from vitfleet.report.columns import COLUMNS
 from vitfleet.report.html.page import write_report
 from vitfleet.run.context import RunContext, load_state
@@ -249,7 +250,8 @@ def test_a_task_begins_with_the_rows_that_the_sums_of_all_tasks_so_far_give(
     images, labels = context.data.train.images, context.data.train.labels
     weight_name, bias_name = context.net.linear_head
     assert context.head is not None
-    body = {**context.net.initial_weights(), **context.head.solver._no_standardisation()}
+    body = context.net.initial_weights()
+    body = {**body, **unsolved_head(context.net, body)}
     features = context.net.representation(body, context.trainer.preprocess(images), None)
     test = context.net.representation(body, context.trainer.preprocess(context.data.test.images), None)
     expected = torch.full((len(test), 10), torch.nan, dtype=torch.float64)

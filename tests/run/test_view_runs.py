@@ -193,6 +193,8 @@ def test_operations_are_those_that_are_computed(tiny_config: MakeConfig, tmp_pat
         head = epochs * samples * 4 * width * classes  # a product forward, one backward
         assert round(1e9 * (after.gflops or 0)) == head
         assert round(1e9 * (entry.gflops or 0)) == head + 2 * samples * body
+    assert first.virtual_seconds is not None
+    assert later[0].virtual_seconds is not None
     assert first.virtual_seconds > 1.5 * (later[0].virtual_seconds - first.virtual_seconds)
 
 

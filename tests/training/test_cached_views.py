@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -42,7 +42,7 @@ def head_training(net: Net, weights: Tensors, step: Step = cross_entropy_step) -
     return LocalTraining(weights, net.parts.head, 5, step)
 
 
-def with_views(trainer: Trainer, changing: Sequence[str], views: int = VIEWS) -> Trainer:
+def with_views(trainer: Trainer, changing: Iterable[str], views: int = VIEWS) -> Trainer:
     """Return a trainer that keeps views, where these weights change from round to round."""
     parts = trainer.net.parts
     part = find_frozen_part(parts, set(parts.shapes) - set(changing))
@@ -104,9 +104,10 @@ def logits_by_hand(net: Net, weights: Tensors, trainer: Trainer, shard: Shard, c
     assert draws.brightness is not None
     inputs: list[Tensor] = [torch.empty(0)] * len(shard)
     for row, position in enumerate(draws.order):
-        drawn = {name: torch.from_numpy(getattr(draws, name)[row : row + 1]) for name in ("shift", "flip")}
-        brightness = torch.from_numpy(draws.brightness[row : row + 1])
-        sample = Samples(torch.zeros(1), torch.ones(1), torch.zeros(1), brightness=brightness, **drawn)
+        shift, flip, brightness = (
+            torch.from_numpy(drawn[row : row + 1]) for drawn in (draws.shift, draws.flip, draws.brightness)
+        )
+        sample = Samples(torch.zeros(1), torch.ones(1), torch.zeros(1), shift=shift, flip=flip, brightness=brightness)
         pixels = trainer.preprocess(shard.images.images[shard.index[position]][None], sample)
         noise = None if draws.mask_noise is None else torch.from_numpy(draws.mask_noise[row])
         keep = None if noise is None else noise.argsort(stable=True)[:kept][None]
@@ -147,7 +148,7 @@ def test_every_image_has_each_view_once_in_as_many_epochs() -> None:
     assert (drawn[:4].sort(dim=0).values == torch.arange(4)[:, None]).all()
     assert (drawn[4:].sort(dim=0).values == torch.arange(4)[:, None]).all()
     assert not torch.equal(drawn[:4], drawn[4:])
-    assert len(drawn[0].unique()) == 4  # not the same view of all images
+    assert len(torch.unique(drawn[0])) == 4  # not the same view of all images
     assert not torch.equal(drawn[0], torch.from_numpy(draw_views(0, 3, 5, 0, 30, 4)))
 
 

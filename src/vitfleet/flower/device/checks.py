@@ -1,8 +1,8 @@
 """Whether what a server asks for is within the limits of a device's owner: before anything is built, or of its size.
 
 A server is not trusted more than a stranger: its configuration may name no file, plug-in or hub model and no setting of
-the device's hardware. What the method declares is checked first, then the model's sizes on a model without values, then the memory and the
-time of a round, from a dry run.
+the device's hardware. What the method declares is checked first, then the model's sizes on a model without values, then
+the memory and the time of a round, from a dry run.
 """
 
 from __future__ import annotations
