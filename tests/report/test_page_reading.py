@@ -122,6 +122,7 @@ def test_printed_report_has_legends_the_whole_table_and_no_heading_at_the_end_of
     for heading in headings:  # a cut-off column would be missing
         assert set(re.findall(r"\w+", heading)) <= set(re.findall(r"\w+", pages[0])), heading
     assert "40%" in words  # the accuracy that rounds and traffic are counted to
+    assert any(title in pages[0] for title in CURVES), "half of the first page is empty"
     names = ("FedAvg", "TransFL", "EFTViT")
     pages_with_curves = 0
     for content in pages:

@@ -11,8 +11,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from vitfleet.errors import DataError, UserError
+from vitfleet.errors import DataError, UserError, describe_os_error
 
 REFUSED = 2  # the exit code of the process; the reason is on its standard error
 
@@ -36,8 +37,17 @@ def main() -> None:
     try:
         _try_settings(Path(data), device, [Path(path) for path in plugins])
     except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(REFUSED)
+        _refuse(str(error))
+    except OSError as error:
+        sentence = describe_os_error(error)
+        if sentence is None:
+            raise
+        _refuse(sentence)
+
+
+def _refuse(reason: str) -> NoReturn:
+    print(reason, file=sys.stderr)
+    sys.exit(REFUSED)
 
 
 def _try_settings(data: Path, device: str, plugins: Sequence[Path]) -> None:
