@@ -187,6 +187,8 @@ MISTAKES = {
     "report foreign": ("config.json: is no configuration of a run", "name the folder of a run"),
     "cost digits --device": ("--device: needs a value", "`vitfleet cost --help`"),
     "cost digits --device nope": ("--device nope", "there are nano"),
+    "table first --out photos": ("--out photos: is a folder", "name a file"),
+    "table first --out photos/cat/0.png/x.md": ("photos/cat/0.png", "cannot be created"),
     "table first --to xls": ("--to xls", "tex, md, csv"),
     "run digits --epochs 5": ("--epochs", "-o train.epochs=5"),
     "run digits -o rounds=0": ("rounds = 0", "greater than or equal to 1"),
