@@ -154,7 +154,7 @@ MISTAKES = {
     "compare digits --seeds 0-2": ("--seeds 0-2", "0,1,2"),
     "compare digits --seeds 0,0": ("digits-s0", "each seed once"),
     "compare digits --target 85": ("--target: 85.0", "0<=x<=1"),
-    "compare digits --jobs many": ("--jobs: 'many'", "integer"),
+    "compare digits --jobs many": ("--jobs: must be a number, not 'many'", "--help"),
     "compare digits -s train.lr": ("-s train.lr", "key=value,value"),
     "compare digits -s train.lr=1e-3,abc": ("train.lr = 'abc'", "number"),
     "compare digits -s method.k=1,2": ("method.k: no such key", "transfl"),
