@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 from vitfleet.cli import options
 from vitfleet.cli.base import app, console, say
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
+from vitfleet.files import make_folder, write_atomically
 
 new_app = typer.Typer(help="Write a starting point for a plug-in.", no_args_is_help=True)
 app.add_typer(new_app, name="new")
@@ -243,6 +243,9 @@ def table(
     if out is None:
         print(text, end="")
         return
+    if out.is_dir():
+        raise UserError(f"--out {out}: is a folder; name a file")
+    make_folder(out.parent)
     write_atomically(out, text.encode())
     say(f"table: {out}")
 
