@@ -32,9 +32,12 @@ def mean_of(sent: list[dict[str, Tensor]], server: dict[str, Tensor], defence: s
 
 
 def test_clipping_by_hand() -> None:
-    """The median of 0, 1, 2 and 11 is 1.5; the distances 1.5, 0.5, 0.5 and 9.5 have the lower median 0.5."""
+    """The median of 0, 1, 2 and 11 is 1.5; the distances 1.5, 0.5, 0.5 and 9.5 have the lower median 0.5.
+
+    So 0 keeps a ninth of its distance, and of 11 next to nothing remains: 0.5² / 9.5.
+    """
     found = clip_around_median(torch.tensor([[0.0], [1.0], [2.0], [11.0]], dtype=torch.float64))
-    assert found.flatten().tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert found.flatten().tolist() == pytest.approx([1.5 - 1.5 / 9, 1.0, 2.0, 1.5 + 0.25 / 9.5])
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 8])
@@ -45,7 +48,7 @@ def test_clipping_as_numpy_computes_it(count: int) -> None:
     distances = [float(np.linalg.norm(value - center)) for value in given]
     longest = sorted(distances)[(count - 1) // 2]
     for one, value, distance in zip(found, given, distances, strict=True):
-        np.testing.assert_allclose(one, center + (value - center) * min(1.0, longest / distance), rtol=1e-12)
+        np.testing.assert_allclose(one, center + (value - center) * min(1.0, longest / distance) ** 2, rtol=1e-12)
     unchanged = [bool((one == value).all()) for one, value in zip(found, given, strict=True)]
     assert sum(unchanged) >= (count + 1) // 2, "half of the devices are not touched"
 

@@ -4,26 +4,27 @@ A device may reply any number of samples and any weights. Each reply of a round 
 before the rule combines them:
 
 1. A device counts with at most the median of the samples that the round's devices report.
-2. A weight w that three devices or more have sent is clipped around the coordinate-wise median m of what they sent, at
-   the median distance τ from it (the centre of Yin et al., 2018; clipping as in Karimireddy, He and Jaggi, 2021)::
+2. A weight w that three devices or more have sent is drawn to the coordinate-wise median m of what they sent, if it is
+   further from it than the median distance τ: the further, the less it counts. (The centre is that of Yin et al., 2018.
+   Clipping to τ itself, without the square, as Karimireddy, He and Jaggi do, 2021, leaves every liar the most.) ::
 
-       w_i ← m + (w_i − m) · min(1, τ / ‖w_i − m‖),    τ = median_i ‖w_i − m‖
+       w_i ← m + (w_i − m) · min(1, τ / ‖w_i − m‖)²,    τ = median_i ‖w_i − m‖
 
 3. Of a weight that one or two devices have sent nobody knows who is right, and there is no median to compare with. Its
    change from the server's weight is scaled down to the size that changes usually have in this round: the median over
    devices of the root mean square of a device's whole change.
 
 As long as fewer than half of the devices that sent a weight lie, m is between honest values in every coordinate and τ
-is at most an honest distance: what a liar adds is not further away than an honest device may be. Equal replies stay as
-they are. All medians but m are lower ones, which half of the devices cannot raise. In a round of fewer than three
-replies, what other devices sent before is compared too. Of two devices alone nobody knows which one lies: nothing is
-bounded then.
+is at most an honest distance: what a liar adds is not further away than an honest device may be, and less the further
+it goes. Equal replies stay as they are. All medians but m are lower ones, which half of the devices cannot raise. In a
+round of fewer than three replies, what other devices sent before is compared too. Of two devices alone nobody knows
+which one lies: nothing is bounded then.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,24 +39,23 @@ def usual(values: Collection[float], earlier: Iterable[float]) -> float | None:
 
 
 def clip_around_median(values: Tensor) -> Tensor:
-    """Return the values of one weight, ``[devices, …]``, none further from their median than the median distance."""
+    """Return the values of one weight, ``[devices, …]``: those beyond the median distance drawn to their median."""
     center = coordinate_median(values)
-    changes = values - center
-    distances = changes.reshape(len(values), -1).norm(dim=1)
-    return _shortened(values, center, changes, distances, distances.median())
+    return _shortened(values, center, lambda distances: distances.median(), power=2)
 
 
 def clip_to_size(values: Tensor, reference: Tensor, rms: float) -> Tensor:
     """Return the values of one weight, none further from the server's than a root mean square of ``rms``."""
-    changes = values - reference
+    longest = rms * reference.numel() ** 0.5
+    return _shortened(values, reference, lambda distances: distances.new_tensor(longest), power=1)
+
+
+def _shortened(values: Tensor, center: Tensor, longest_of: Callable[[Tensor], Tensor], power: int) -> Tensor:
+    """Return the values with shorter changes from the centre where these are too long; others stay bit for bit."""
+    changes = values - center
     distances = changes.reshape(len(values), -1).norm(dim=1)
-    return _shortened(values, reference, changes, distances, torch.as_tensor(rms * reference.numel() ** 0.5))
-
-
-def _shortened(values: Tensor, center: Tensor, changes: Tensor, distances: Tensor, longest: Tensor) -> Tensor:
-    """Return the values with changes that are at most so long; those that are not longer stay bit for bit."""
-    longest = longest.to(distances)
-    shares = (longest / distances.clamp(min=torch.finfo(distances.dtype).tiny)).clamp(max=1)
+    longest = longest_of(distances)
+    shares = (longest / distances.clamp(min=torch.finfo(distances.dtype).tiny)).clamp(max=1) ** power
     shape = (-1, *[1] * (values.dim() - 1))
     return torch.where((distances <= longest).view(shape), values, center + shares.view(shape) * changes)
 
