@@ -84,6 +84,10 @@ def test_two_ranks_write_the_same_files_as_one(tiny_config: MakeConfig, tmp_path
     configs["tasks"] = load_config("fedvit-digits", TASKS)
     configs["start"] = load_config("start-eftvit", [*SMALL, "head.start=closed-form", "head.solve_every=2"])
     configs |= {name: load_config("fedvit-digits", [*TASKS, f"method.name={name}"]) for name in ("der++", "joint")}
+    tasks = "data.tasks={count=2, classes=3, rounds_per_task=2, order='common', partitioned=true, scenario='class'}"
+    common = [*SMALL, tasks, "rounds=4"]
+    configs["common"] = load_config("start-fedavg", [*common, "head.start=closed-form"])
+    configs["analytic"] = load_config("start-fedavg", [*common, "method.name=analytic"])
     two_ranks = {name: create_folder(config, tmp_path / f"{name}-2") for name, config in configs.items()}
     done = torchrun(str(script), *map(str, two_ranks.values()))
     assert not done.returncode, done.stderr[-3000:]
