@@ -78,7 +78,7 @@ def written_files(folder: Path) -> Mapping[str, bytes]:
 
 
 #: What processes share in another way: states, parts of the server's state, a server that trains, an early end, tasks.
-DIFFERENT = ("transfl", "on-disk", "diverging", "stopping", "solved head", "tasks", "start")
+DIFFERENT = ("transfl", "on-disk", "diverging", "stopping", "solved head", "tasks", "start", "common")
 
 
 @pytest.mark.parametrize("every_case", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -89,6 +89,10 @@ def test_two_ranks_write_the_same_files_as_one(every_case: bool, tiny_config: Ma
     configs["tasks"] = load_config("fedvit-digits", TASKS)
     configs["start"] = load_config("start-eftvit", [*SMALL, "head.start=closed-form", "head.solve_every=2"])
     configs |= {name: load_config("fedvit-digits", [*TASKS, f"method.name={name}"]) for name in ("der++", "joint")}
+    tasks = "data.tasks={count=2, classes=3, rounds_per_task=2, order='common', partitioned=true, scenario='class'}"
+    common = [*SMALL, tasks, "rounds=4"]
+    configs["common"] = load_config("start-fedavg", [*common, "head.start=closed-form"])
+    configs["analytic"] = load_config("start-fedavg", [*common, "method.name=analytic"])
     configs = {name: config for name, config in configs.items() if every_case or name in DIFFERENT}
     two_ranks = {name: create_folder(config, tmp_path / f"{name}-2") for name, config in configs.items()}
     done = torchrun(str(script), *map(str, two_ranks.values()))

@@ -11,9 +11,9 @@ place, for any order of tasks and however images are spread over clients. No ima
 test time. RanPAC (McDonnell et al., NeurIPS 2023) computes random ReLU features first (``method.project``). With
 ``solver = "lda"`` the same sums give linear discriminant analysis.
 
-All of this is the method ``closed-form`` (:mod:`vitfleet.methods.closed_form`): here a client is asked once in each
-task for the sums of its images of it. Images of clients that are not asked in any round of a task never count, so all
-are to be asked: ``fleet.per_round = fleet.clients`` and one round per task are enough.
+All of this is the method ``closed-form`` (:mod:`vitfleet.methods.closed_form.closed_form`): here a client is asked once
+in each task for the sums of its images of it. Images of clients that are not asked in any round of a task never count,
+so all are to be asked: ``fleet.per_round = fleet.clients`` and one round per task are enough.
 """
 
 from __future__ import annotations
