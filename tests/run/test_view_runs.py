@@ -41,6 +41,15 @@ METHODS: Mapping[str, tuple[str, ...]] = {
         "train.epochs=3",
     ),
     "closed-form": ("method.name=closed-form", *DIGITS_BODY),
+    "fed-head, wide": (
+        "method.name=fed-head",
+        "head.features=both",
+        "head.blocks=2",
+        "head.start=closed-form",
+        "head.solve_every=2",
+        *DIGITS_BODY,
+    ),
+    "fed-head, random features": ("method.name=fed-head", "head.features=both", "head.project=40", *DIGITS_BODY),
 }
 PLAIN = ("data.augment.crop=0", "data.augment.flip=false", "data.augment.brightness=0", "machine.precision=fp32")
 VIEWS = ("data.augment.flip=true", "data.augment.crop=0.125", "train.cached_views=2", "machine.precision=fp32")
@@ -248,10 +257,3 @@ def test_views_are_refused_with_tasks(tiny_config: MakeConfig) -> None:
     tasks = "data.tasks={count=3, classes=2, per_client=[1, 2]}", "rounds=30"
     with pytest.raises(UserError, match=r"train.cached_views = 1: is for runs without data.tasks"):
         tiny_config("method.name=fed-head", "train.cached_views=1", *tasks)
-
-
-def test_views_are_refused_where_the_head_standardises_anew(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    keys = ("method.name=fed-head", "train.cached_views=1", *DIGITS_BODY, "head.features=both", "head.solve_every=2")
-    with pytest.raises(ConfigError, match=r"train.cached_views = 1: must be 0 with head.solve_every"):
-        open_run(tiny_config(*keys), tmp_path / "run")
-    open_run(tiny_config(*keys[:-1], "head.start=closed-form"), tmp_path / "start")

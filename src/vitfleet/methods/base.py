@@ -550,20 +550,15 @@ def frozen_part(method: Method[Any]) -> FrozenPart | None:
 
     It is what every client has from the start and no client trains.
     """
-    config, parts = method.context.config, method.parts
-    key, views = "train.cached_views", method.context.train.cached_views
+    context, parts, views = method.context, method.parts, method.context.train.cached_views
     if not views:
         return None
     shapes = {name: torch.empty(shape, device="meta") for name, shape in parts.shapes.items()}
     part = find_frozen_part(parts, set(method.initial_broadcast(shapes).tensors) - set(method.trainable))
     if part is None:
-        remedy = "must be 0: clients train or receive every layer of the model in each round"
-        raise ConfigError(key, views, f"{remedy} with {method.name} as configured; with fed-head only the head changes")
-    part.shape(method.context.net, method.context.train.mask_ratio)  # refuses models of which it is not known
-    if config.head.solve_every is not None and set(part.names) & set(parts.head):
-        raise ConfigError(
-            key, views, "must be 0 with head.solve_every: a head of these features standardises them anew each time"
-        )
+        remedy = f"must be 0: clients train or receive every layer of the model in each round with {method.name}"
+        raise ConfigError("train.cached_views", views, f"{remedy} as configured; with fed-head only the head changes")
+    part.shape(context.net, context.train.mask_ratio)  # refuses models of which it is not known
     return part
 
 

@@ -175,10 +175,14 @@ class Net:
         identity = torch.eye(width, device=images.device), torch.zeros(width, device=images.device)
         return self.outputs({**weights, weight: identity[0], bias: identity[1]}, images, keep)
 
-    def logits_of(self, weights: Tensors, representation: Tensor) -> Tensor:
-        """Return the logits of inputs of the head, which is one linear layer."""
+    def head_input(self, weights: Tensors, representation: Tensor) -> Tensor:
+        """Return the input of the head's linear layer, given what the head sees."""
+        return representation if self.functional is None else self.functional.head_input(weights, representation)
+
+    def logits_of(self, weights: Tensors, head_input: Tensor) -> Tensor:
+        """Return the logits of a head that is one linear layer, given its input."""
         weight, bias = self.linear_head
-        return linear(representation, weights[weight], weights[bias])
+        return linear(head_input, weights[weight], weights[bias])
 
     @property
     def linear_head(self) -> tuple[str, str]:
@@ -200,6 +204,12 @@ class Net:
     def head_width(self) -> int:
         """Length of the input of a head that is one linear layer."""
         return self.parts.shapes[self.linear_head[0]][1]
+
+    @property
+    def representation_width(self) -> int:
+        """Length of what the head sees."""
+        own = None if self.functional is None else self.functional.representation_width
+        return own or self.head_width
 
     def split_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits among the model's outputs, and the other outputs; ``None`` if there are no others."""

@@ -116,8 +116,9 @@ class StepEngine:
         if split not in (None, entered) or (representation and entered is not None):
             raise images_needed("asks for tokens of other layers")
         if entered is None:
-            outputs = net.logits_of(weights, views)
-            return ModelOutputs(*net.split_outputs(outputs), representation=views if representation else None)
+            head_input = net.head_input(weights, views)
+            outputs = net.logits_of(weights, head_input)
+            return ModelOutputs(*net.split_outputs(outputs), representation=head_input if representation else None)
         outputs = net.forward_from(weights, views, entered)
         return ModelOutputs(*net.split_outputs(outputs), features=None if split is None else views)
 

@@ -117,7 +117,7 @@ class ClosedForm(Method[ClosedFormParams]):
     def __init__(self, params: ClosedFormParams, context: MethodContext) -> None:
         super().__init__(params, context)
         self.width = context.net.head_width  # of the input of the linear layer
-        self.seen_width = self.parts.shapes[SHIFT][0] if SHIFT in self.parts.shapes else self.width
+        self.seen_width = context.net.representation_width
         self.second_order = params.solver in ("ridge", "lda")
         self.measures = params.standardize == "data"  # whether clients' images standardise what they see
 

@@ -212,6 +212,15 @@ class FunctionalViT:
             return sum(both, start=torch.zeros((), device=tokens.device)) / 2
         return self._linear(weights, "head", self.pool(weights, tokens))
 
+    @property
+    def representation_width(self) -> int | None:
+        """Length of what :meth:`representation` returns, where it is not the input of the linear layer."""
+        return None
+
+    def head_input(self, weights: Tensors, representation: Tensor) -> Tensor:
+        """Return the input of the head's linear layer, given what :meth:`representation` returns."""
+        return representation
+
     def pool(self, weights: Tensors, tokens: Tensor) -> Tensor:
         """Return the input of the classifier, ``[…, batch, width]``."""
         vit = self.vit

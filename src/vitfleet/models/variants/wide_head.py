@@ -236,6 +236,15 @@ class WideHeadViT(FunctionalViT):
         mean = tokens[..., self.vit.num_prefix_tokens :, :].mean(dim=-2)
         return (mean if self.features.tokens == "mean" else torch.cat([class_token, mean], dim=-1)).float()
 
+    @property
+    def representation_width(self) -> int:
+        """Length of what the head sees."""
+        return len(self.vit.head.shift)
+
+    def head_input(self, weights: Tensors, representation: Tensor) -> Tensor:
+        """Return the input of the linear layer, given what the head sees."""
+        return expand(representation, weights[SHIFT], weights[SCALE], self.vit.head.projection)
+
     def pool(self, weights: Tensors, tokens: Tensor) -> Tensor:
         """Return the input of the linear layer, ``[…, batch, features]``, in float32."""
-        return expand(self._seen(tokens), weights[SHIFT], weights[SCALE], self.vit.head.projection)
+        return self.head_input(weights, self._seen(tokens))

@@ -23,7 +23,7 @@ class FrozenPart:
     names
         The weights that decide what it computes.
     split
-        The block that its tokens enter; ``None``: it is the whole body, and what it computes is the head's input.
+        The block that its tokens enter; ``None``: it is the whole body, and what it computes is what the head sees.
     """
 
     names: tuple[str, ...]
@@ -32,7 +32,7 @@ class FrozenPart:
     def shape(self, net: Net, mask_ratio: float) -> tuple[int, ...]:
         """Return the shape of what it computes of one image."""
         if self.split is None:
-            return (net.head_width,)
+            return (net.representation_width,)
         return net.num_prefix_tokens + net.num_kept_patches(mask_ratio), net.embed_dim
 
 
@@ -50,9 +50,7 @@ def find_frozen_part(parts: ModelParts, fixed: Collection[str]) -> FrozenPart | 
     fixed, head = frozenset(fixed), frozenset(parts.head)
     changing = parts.shapes.keys() - fixed
     if changing <= head:
-        # A head that standardises its input has tensors for it that no optimiser trains.
-        standardisation = (name for name in parts.head if name not in parts.parameters)
-        return FrozenPart(tuple(parts.union(parts.body, parts.select(standardisation))), None)
+        return FrozenPart(tuple(parts.body), None)
     after = {name for part in (*parts.blocks, parts.norm, parts.head) for name in part}
     split = next((index for index, block in enumerate(parts.blocks) if changing & set(block)), parts.depth)
     if not changing <= after or not parts.uniform_blocks or not split:
