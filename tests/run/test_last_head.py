@@ -195,6 +195,15 @@ def test_a_run_that_is_stopped_early_solves_its_last_head(tmp_path: Path) -> Non
     assert sent == records[-1].total_up_bytes == run.summary["total"]["up_bytes"]
 
 
+def test_a_run_that_is_stopped_in_its_last_round_solves_its_last_head_once(tmp_path: Path) -> None:
+    stop = {"callbacks.early_stopping": {"patience": 1, "min_delta": 1.0}, "rounds": 1}
+    run = train("fed-full", tmp_path / "run", last(WIDE), stop)
+    assert run.summary["stopped"]["round"] == 1
+    record = last_record(run)
+    assert record.head is not None
+    assert [client.client for client in record.head.clients] == [0, 1, 2, 3]
+
+
 def test_too_few_replies_leave_the_head_that_trained(tmp_path: Path) -> None:
     config = load_config(PRESET, keys_of(last(WIDE), {"method.name": "fed-full", "fleet.min_replies": 2}))
     context = open_run(config, tmp_path)

@@ -129,7 +129,8 @@ def _stop(
     if not reason:
         return state, record
     state = replace(state, stop_reason=reason)
-    if context.config.head.solve_last and (record.head is None or context.last is not None):
+    is_solved = record.head is not None if context.last is None else bool(state.last_head.tensors)
+    if context.config.head.solve_last and not is_solved:
         return with_solved_head(context, state, record, progress)
     return state, record
 
