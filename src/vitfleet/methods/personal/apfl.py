@@ -79,7 +79,7 @@ class Apfl(WeightAveraging[ApflParams]):
 
     @classmethod
     def takes_last_head(cls, params: ApflParams) -> bool:
-        """Return that it cannot: a client's model is a mixture of two heads that trained."""
+        """Return false: a client's model is a mixture of two heads that trained."""
         return False
 
     def client_update(self, job: ClientRoundInput) -> ClientGenerator:
