@@ -1,10 +1,9 @@
-r"""Take the pictures of a report that the documentation shows, in Chromium: wide, dark, narrow and printed.
+"""Take the pictures of a report that the documentation shows, in Chromium: wide, dark, narrow and printed.
 
-Example, with the comparison that docs/report.md names::
+Example::
 
-    vitfleet compare start-fedavg start-transfl start-eftvit --seeds 0,1,2 -o rounds=8 \
-        -o 'fleet.devices={nano = 1, pi4-2gb = 1}' --out runs/pictures
-    python scripts/make_report_pictures.py runs/pictures/report.html docs/img
+    vitfleet run --out runs/first
+    python scripts/make_report_pictures.py runs/first/report.html docs/img
 
 It needs Chromium and, for the printed pages, pdftoppm.
 """
@@ -28,7 +27,7 @@ GAP = 12  # pixels between two printed pages
 # The first curves with what the keyboard reads from them.
 READ_FOURTH_POINT = """
 const chart = document.querySelector('.plot svg');
-chart.focus();
+chart.focus({ preventScroll: true });
 for (let i = 0; i < 4; i += 1) chart.dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowRight' }));
 """
 
@@ -62,10 +61,7 @@ def main() -> None:
             browser.open(report, *NARROW)
             browser.screenshot(out / "report-narrow.png", whole=False)
             browser.open(report, *WIDE)
-            print_pages(browser, folder).quantize(64).save(out / "report-printed.png", optimize=True)
-    for picture in ("report", "report-dark", "report-narrow"):
-        path = out / f"{picture}.png"
-        Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
+            print_pages(browser, folder).save(out / "report-printed.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Command
+from made_photos import draw_photos
 from vitfleet.costs.estimate import Available
 from vitfleet.data.sources.local import DataSpec, load_local
 
@@ -73,6 +74,7 @@ def test_server_counts_all_images_of_its_folder(
     vitfleet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = []
+    draw_photos(tmp_path / "common", ("cat", "dog"))
     monkeypatch.setattr("vitfleet.cli.fleet._serve", lambda run_folder, settings: configs.append(run_folder.config()))
     result = vitfleet(tmp_path, "server", "digits", "--insecure", "--names", "a,b", "-o", "data.path=common")
     assert result.returncode == 0, result.stderr

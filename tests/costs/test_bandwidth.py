@@ -1,4 +1,4 @@
-"""The benchmark of bandwidths: minutes and mebibytes of a run follow from its records."""
+"""The benchmark of bandwidths: minutes and bytes of a run follow from its records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from bandwidth import HARDWARE, MeasuredRun, make_figures, measure
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, assign_hardware
+from vitfleet.report.units import MEBIBYTE
 from vitfleet.run.records import ClientRecord, RoundRecord, TaskRecord
 
 
@@ -25,7 +26,7 @@ def test_a_round_lasts_as_long_as_its_slowest_client() -> None:
     speeds = [HARDWARE_PROFILES[name].gflops for name in assign_hardware(HARDWARE, 2, 0)]
     alone = [4.0 / 0.5 + 40 / speeds[0], 2.0 / 0.5 + 20 / speeds[1]]
     assert run.minutes(0.5) == pytest.approx((max(alone) + alone[1]) / 60)
-    assert run.mebibytes_by_task() == pytest.approx([60e6 / 2**20])
+    assert run.mebibytes_by_task() == [60_000_000 / MEBIBYTE]
 
 
 @pytest.mark.long
@@ -40,7 +41,7 @@ def test_figures_are_of_the_methods_own_runs(tmp_path: Path) -> None:
         (run,) = runs[curve.name]
         records = [entry for record in run.records for entry in record.clients]
         total = sum(entry.up_bytes + entry.down_bytes for entry in records)
-        assert curve.y[-1] == pytest.approx(total / 1e6)
+        assert curve.y[-1] == pytest.approx(total / MEBIBYTE)
         assert len(curve.y) == 2
     fedvit, fedweit = (curve.y[0] or 0.0 for curve in by_clients.views[0].curves)
     assert 0 < fedvit < fedweit
