@@ -223,11 +223,19 @@ def forgeries(draft: Draft, earlier: RecordDict | None) -> Iterator[Forgery]:
 
 
 def plausible(name: str, honest: object, changed: object, kind: str) -> bool:
-    """Whether an honest device might report a number in place of another: any number for a number that is no count."""
+    """Whether an honest device might report a number in place of another: one of the same form.
+
+    Of itself a device reports what it likes: how many samples it stored, how often a gradient was rotated. Such numbers
+    enter statistics. Those that mean something for others are bounded, or checked against what is sent.
+    """
     if kind == "missing":
         return name != "samples"
     if name == "undeclared" or type(changed) is not type(honest):
         return False
+    if isinstance(changed, int):
+        return changed >= 0
+    if isinstance(changed, list) and isinstance(honest, list) and all(isinstance(item, int) for item in honest):
+        return kind in ("shorter", "longer", "list", "empty list")
     if isinstance(changed, list) and isinstance(honest, list):
         same = len(changed) == len(honest) and all(isinstance(item, float) for item in honest)
         return (same and kind == "one wild") or kind == "shorter"
