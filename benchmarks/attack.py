@@ -67,9 +67,10 @@ OPTIONS = {
     "transfl": ("method.k=1",),
     "fedbfpt": ("method.local_layers=2",),
     "eftvit": ("method.local_layers=1",),
-    "closed-form": ("model.weights=digits", "data.limit=100"),
+    "closed-form": ("model.weights=digits", "model.dim=32", "model.depth=4", "model.heads=4", "model.patch_size=2"),
 }
 ROUND = 4  # the last one of a task: what it stores is sent in the next
+ROUNDS = {"closed-form": 1}  # a client sends its sums once
 FURTHEST = 3.0  # how far a reply may move the model, in honest rounds
 MAX_SECONDS = 5.0
 MAX_BYTES = 10**8
@@ -128,10 +129,10 @@ class Draft:
     header: dict[str, Any]
 
     @classmethod
-    def of(cls, reply: Reply) -> Draft:
-        """Return the parts of a reply."""
+    def of(cls, reply: Reply, round: int) -> Draft:
+        """Return the parts of a reply in a round."""
         assert reply.message is not None
-        header = pack_reply(replace(reply, message=None), ROUND).config_records[HEADER]
+        header = pack_reply(replace(reply, message=None), round).config_records[HEADER]
         return cls(dict(reply.message.tensors), dict(reply.message.numbers), dict(header))
 
     def content(self) -> RecordDict:
@@ -184,9 +185,8 @@ NUMBERS: Mapping[str, Any] = {
 LEGAL_NUMBERS = {("samples", "much")}  # a device may say so: it must not gain by it
 
 
-def forgeries(reply: Reply, earlier: Reply | None) -> Iterator[Forgery]:
-    """Yield every single change of a reply."""
-    draft = Draft.of(reply)
+def forgeries(draft: Draft, earlier: RecordDict | None) -> Iterator[Forgery]:
+    """Yield every single change of a reply, and a reply of an earlier round."""
     for name, tensor in draft.tensors.items():
         for kind, (changed, impossible) in tensor_changes(name, tensor).items():
             tensors = {**draft.tensors, **({} if changed is None else {name: changed})}
@@ -218,25 +218,32 @@ def forgeries(reply: Reply, earlier: Reply | None) -> Iterator[Forgery]:
         for value in (-1, 2**60, "x", [1, 2]):
             content = replace(draft, header={**draft.header, name: value}).content()
             yield Forgery(f"header {name} = {value!r}", content, False)
-    if earlier is not None and earlier.message is not None:
-        yield Forgery("reply of an earlier round", pack_reply(earlier, ROUND - 1), True)
+    if earlier is not None:
+        yield Forgery("reply of an earlier round", earlier, True)
 
 
 def plausible(name: str, honest: object, changed: object, kind: str) -> bool:
-    """Whether an honest device might report a number in place of another: any number for a number that is no count."""
+    """Whether an honest device might report a number in place of another: one of the same form.
+
+    Of itself a device reports what it likes: how many samples it stored, how often a gradient was rotated. Such numbers
+    enter statistics. Those that mean something for others are bounded, or checked against what is sent.
+    """
     if kind == "missing":
         return name != "samples"
     if name == "undeclared" or type(changed) is not type(honest):
         return False
+    if isinstance(changed, int):
+        return changed >= 0
+    if isinstance(changed, list) and isinstance(honest, list) and all(isinstance(item, int) for item in honest):
+        return kind in ("shorter", "longer", "list", "empty list")
     if isinstance(changed, list) and isinstance(honest, list):
         same = len(changed) == len(honest) and all(isinstance(item, float) for item in honest)
         return (same and kind == "one wild") or kind == "shorter"
     return isinstance(changed, float) and math.isfinite(changed)
 
 
-def drawn(reply: Reply, rng: random.Random) -> Forgery:
+def drawn(draft: Draft, rng: random.Random) -> Forgery:
     """Return a drawn combination: some of the tensors changed at once, and perhaps bytes."""
-    draft = Draft.of(reply)
     tensors = dict(draft.tensors)
     for name in rng.sample(sorted(tensors), min(len(tensors), rng.randint(1, 4))):
         changed, _ = rng.choice(list(tensor_changes(name, tensors[name]).values()))
@@ -276,8 +283,9 @@ class Target:
     context: RunContext
     before: RunState
     honest: list[Reply]
-    earlier: Reply
+    earlier: RecordDict | None  # the liar's reply of the round before, as it travels
     after: RunState
+    round: int
 
     @classmethod
     def open(cls, name: str, folder: Path, overrides: Sequence[str]) -> Target:
@@ -286,28 +294,28 @@ class Target:
         keys = [*TINY, f"method.name={name}", *OPTIONS.get(name, ()), *tasks, *overrides]
         context = open_run(load_config("digits", keys), folder)
         recorded = Recorded(context.fleet)
-        state, of_liar = load_state(context), {}
-        for round in range(1, ROUND + 1):
+        state, of_liar = load_state(context), dict[int, RecordDict]()
+        for round in range(1, (last := ROUNDS.get(name, ROUND)) + 1):
             before = state
             state, _ = run_round(replace(context, fleet=recorded), state, round)
-            of_liar[round] = next(reply for reply in recorded.replies if reply.client == LIAR)
-        return cls(context, before, list(recorded.replies), of_liar[ROUND - 1], state)
+            of_liar[round] = next(pack_reply(reply, round) for reply in recorded.replies if reply.client == LIAR)
+        return cls(context, before, list(recorded.replies), of_liar.get(last - 1), state, last)
 
     def forgeries(self, number: int, rng: random.Random, most: int | None = None) -> list[Forgery]:
         """Return all single changes of the liar's reply, or some of them, and so many drawn combinations."""
-        reply = next(reply for reply in self.honest if reply.client == LIAR)
-        singles = list(forgeries(reply, self.earlier))
+        draft = Draft.of(next(reply for reply in self.honest if reply.client == LIAR), self.round)
+        singles = list(forgeries(draft, self.earlier))
         if most is not None and most < len(singles):
             singles = rng.sample(singles, most)
-        return [*singles, *(drawn(reply, rng) for _ in range(number))]
+        return [*singles, *(drawn(draft, rng) for _ in range(number))]
 
     def harm(self, forgery: Forgery) -> str | None:
         """Return the harm of a forged reply; an empty text if it is used and does none, ``None`` if it is refused."""
         started = time.process_time()
         try:
-            reply = unpack_reply(forgery.content, LIAR, ROUND, MAX_BYTES)
+            reply = unpack_reply(forgery.content, LIAR, self.round, MAX_BYTES)
             replies = [reply if other.client == LIAR else other for other in self.honest]
-            after, record = self._round(self.before, ROUND, replies)
+            after, record = self._round(self.before, self.round, replies)
             seconds = time.process_time() - started
             failures = {entry.client: entry.failure for entry in record.clients if entry.failure is not None}
             if others := [reason for client, reason in failures.items() if client != LIAR]:
@@ -322,7 +330,7 @@ class Target:
             moved, usual = self._moved(after), self._distance(self.after, self.before)
             if not moved <= FURTHEST * usual:
                 return f"moves the model {moved / usual:.1f} times as far as an honest round" if usual else "moves it"
-            _, record = self._round(after, ROUND + 1)
+            _, record = self._round(after, self.round + 1)
             if others := [entry.failure for entry in record.clients if entry.failure and entry.client != LIAR]:
                 return f"next round: another device fails: {others[0]}"
         except Exception as error:  # noqa: BLE001  (whatever it is, it ends a server)

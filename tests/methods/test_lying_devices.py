@@ -200,7 +200,7 @@ def failure_of(
     method: str, config: MakeConfig, folder: Path, change: object, *keys: str, **numbers: object
 ) -> str | None:
     """Return why a round refuses the first client's reply, whose tensors ``change`` has changed."""
-    options = {"transfl": ("method.k=1",), "eftvit": ("method.local_layers=1",)}
+    options = {"transfl": ("method.k=1",), "eftvit": ("method.local_layers=1",), "fedbfpt": ("method.local_layers=2",)}
     context = opened(config(f"method.name={method}", *options.get(method, ()), *keys), folder)
     honest = replies(context)
     message = honest[0].message
@@ -280,6 +280,7 @@ class Last(Aggregator):
         ("fedavg", {"samples": 0}),
         ("apfl", {"alpha": 7.0}),
         ("transfl", {"layers": [0, 0]}),
+        ("fedbfpt", {"layer": 10**8}),
         ("transfl", {"layers": [1.5]}),
         ("transfl", {"gradients": [-1.0, 1.0]}),
     ],

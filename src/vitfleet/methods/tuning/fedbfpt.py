@@ -46,7 +46,7 @@ from vitfleet.methods.base import (
     train_metrics,
 )
 from vitfleet.methods.params import check_layers
-from vitfleet.methods.reported import ClientMetric
+from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
 from vitfleet.models.parts import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.local_training import LocalResult, LocalTraining
@@ -162,6 +162,13 @@ class FedBfpt(Method[FedBfptParams]):
         layer = self.schedule[round - 1]
         trained_blocks = () if layer is None else self.parts.blocks[: layer + 1]
         return Message(self.parts.union(*trained_blocks, self.parts.head).take(server_state.tensors))
+
+    def check_update(self, expected: Message, update: Message) -> None:
+        """Reject an update of another form, or one that names another layer than the round's."""
+        super().check_update(expected, update)
+        named, layer = update.numbers.get("layer"), expected.numbers.get("layer")
+        if named is not None and named != layer:
+            raise RejectedUpdateError(f"its number 'layer' is {named}; expected: {layer}")
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the sample-weighted mean of the trained layer and the head."""
