@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import LocalClients, export_images
+from loopback import LocalClients, defended, export_images
 from safetensors.torch import load_file
 
 from conftest import DIGITS_BODY, InterruptAfter, MakeConfig
@@ -140,8 +140,9 @@ def test_devices_keep_views_in_their_storage(
     name: str, tiny_config: MakeConfig, tmp_path: Path, computed: list[int]
 ) -> None:
     """A device of this fleet starts anew with every request, and has its views in a file."""
-    config = tiny_config(*METHODS[name], *VIEWS, "rounds=4", "eval.clients=0")
-    run(config, tmp_path / "simulation")
+    # A device sends features of half of an image's patches at most, every view counted, unless its owner allows more.
+    config = tiny_config(*METHODS[name], *VIEWS, "rounds=4", "eval.clients=0", "train.mask_ratio=0.75")
+    run(defended(config), tmp_path / "simulation")
     computed.clear()
     export_images(config, tmp_path / "data")
     clients = LocalClients(flower(config), tmp_path / "data", tmp_path / "state")
