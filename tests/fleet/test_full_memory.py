@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ class LimitedMemory:
 
 @pytest.fixture
 def runtime(make_trainer: MakeTrainer) -> ClientRuntime:
-    method: Any = object()
+    method: Any = SimpleNamespace(to_wire=lambda message: message)
     return ClientRuntime(method, make_trainer(), 0, lambda weights, tasks: [])
 
 
