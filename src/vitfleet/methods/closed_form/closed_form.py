@@ -223,7 +223,8 @@ class ClosedForm(Method[ClosedFormParams]):
         kept, held_out = self._split(len(job.shard), job.client)
         body = job.base_weights if counted else {**job.base_weights, **job.message.tensors}
         if job.client_state is not None and (counted or self.measures):  # what it has kept is what is asked for
-            seen = job.client_state.tensors[FEATURES]
+            # A server's dry run may know fewer of the images of a real device than it reported.
+            seen = job.client_state.tensors[FEATURES][: len(labels)]
             if counted:
                 return ClientUpdate(self._answer(heads, seen, labels[held_out], body), {}, image_flops=flops)
             return ClientUpdate(self.client_message(seen, labels[kept], body), {}, image_flops=flops)
