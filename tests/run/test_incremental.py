@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import LocalClients, export_images
+from loopback import LocalClients, defended, export_images
 from torch import Tensor
 
 import vitfleet
@@ -213,7 +213,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["er", "analytic"])
 def test_flowers_clients_end_with_the_same_bits(method: str, tmp_path: Path) -> None:
-    config = config_of(method, *([SHARED, START] if method == "er" else []))
+    config = defended(config_of(method, *([SHARED, START] if method == "er" else [])))
     export_images(config, tmp_path / "data")
     simulation = run_rounds(open_run(config, tmp_path / "simulation"))
     remote = config.model_copy(update={"fleet": config.fleet.model_copy(update={"kind": "flower", "join_s": 0.0})})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import LocalClients, export_images
+from loopback import LocalClients, defended, export_images
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -151,7 +151,9 @@ def test_a_run_that_goes_on_does_so_with_the_head_that_trained(tmp_path: Path) -
 @pytest.mark.parametrize(("method", "keys"), [("fed-lora", {}), ("eftvit", PLUS)])
 def test_flowers_clients_send_the_same_bits(method: str, keys: Mapping[str, Any], tmp_path: Path) -> None:
     metrics = {"metrics.local_accuracy": {}, "metrics.per_class": {}, "eval.clients": 0}
-    config = load_config(PRESET, keys_of(keys, last(LAST["random features"]), metrics, {"method.name": method}))
+    config = defended(
+        load_config(PRESET, keys_of(keys, last(LAST["random features"]), metrics, {"method.name": method}))
+    )
     export_images(config, tmp_path / "data")
     simulation = run_rounds(open_run(config, tmp_path / "simulation")).state
     remote = config.model_copy(update={"fleet": config.fleet.model_copy(update={"kind": "flower", "join_s": 0.0})})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import LocalClients, export_images
+from loopback import LocalClients, defended, export_images
 from torch import Tensor
 
 import vitfleet
@@ -82,7 +82,7 @@ def test_a_model_of_one_client_is_what_it_sent(dtype: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("method", METHODS)
 def test_flowers_clients_send_the_same_bits(method: str, tmp_path: Path) -> None:
-    config = load_config(PRESET, keys_of(method, {"method.name": method, "fleet.message_dtype": "fp16"}))
+    config = defended(load_config(PRESET, keys_of(method, {"method.name": method, "fleet.message_dtype": "fp16"})))
     export_images(config, tmp_path / "data")
     simulation = run_rounds(open_run(config, tmp_path / "simulation")).state
     remote = config.model_copy(update={"fleet": config.fleet.model_copy(update={"kind": "flower", "join_s": 0.0})})
