@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from browser import Browser, chromium
 
 WIDE, NARROW = (1280, 1060), (390, 844)
-PRINTED_PAGES = 4
+PRINTED_PAGES = 2
 DOTS_PER_INCH = 75
 GAP = 12  # pixels between two printed pages
 # The first curves with what the keyboard reads from them.
