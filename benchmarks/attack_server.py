@@ -355,7 +355,7 @@ def rebuild(preset: str, keys: Sequence[str], identity: bool, folder: Path) -> R
     config = load_config(preset, [*keys, "fleet.clients=2", "fleet.per_round=2", "fleet.devices={}", "trackers={}"])
     data = load_dataset(config.data)
     context = open_run(config, folder / "server")
-    method, net = context.method, context.components.net
+    method, net = context.method, context.net
     assert isinstance(method, EftVit)
     export_clients(data, assign_images(config, data), ["ada", "bob"], folder / "photos")
     spec = make_run_spec(config, data, "run")
