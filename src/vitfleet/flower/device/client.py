@@ -41,7 +41,7 @@ from vitfleet.flower.device.features import check_published, check_transforms
 from vitfleet.flower.device.limits import ClientLimits
 from vitfleet.flower.device.storage import ClientStorage, StoredViews
 from vitfleet.flower.transport.payloads import EvalPayload, RunSpec, TrainPayload
-from vitfleet.message import Payload, State, Tensors, to_device
+from vitfleet.message import Message, Payload, State, Tensors, to_device
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.models.net import Net
 from vitfleet.run.output.model_file import DataInfo, model_info, model_size, write_model
@@ -224,7 +224,8 @@ class FlowerClient:
         runtime, split = setup.runtime, setup.runtime.method.feature_split
         assert split is not None
         weights = {name: tensor for part in parts if part is not None for name, tensor in part.tensors.items()}
-        net, on_device = runtime.trainer.net, to_device(weights, setup.device)
+        net, weights = runtime.trainer.net, runtime.method.from_wire(Message(weights)).tensors
+        on_device = to_device(weights, setup.device)
         local_module = net.parts.union(net.parts.embed, *net.parts.blocks[:split])
         check_transforms(net, on_device, split, runtime.trainer.preprocess)
         if self.pretrained is not None:
