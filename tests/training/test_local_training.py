@@ -136,7 +136,8 @@ def test_tensors_by_group_make_the_same_training() -> None:
         sets={"memory": sample_set((4, 2)), "replay": replace(sample_set((3,)), draws=2)},
     )
     groups = training.tensor_groups()
-    assert set(groups) == {"weights", "constants", "kept", "scratch", "sets.memory", "sets.replay"}
+    assert set(groups) == {"weights", "constants", "kept", "scratch", "views", "sets.memory", "sets.replay"}
+    assert not groups["views"], "trained on images"
     doubled = training.with_tensor_groups({key: {n: t * 2 for n, t in group.items()} for key, group in groups.items()})
     assert torch.equal(doubled.constants["anchor"], torch.full((2,), 2.0))
     assert torch.equal(doubled.sets["memory"].labels, training.sets["memory"].labels * 2)
