@@ -149,7 +149,7 @@ def test_a_resolved_preset_can_be_run_again(name: str, tmp_path: Path) -> None:
     path.write_text(settled.model_dump_json(indent=2), encoding="utf-8")
     assert load_config(str(path)) == settled
     # and overridden: the resolved file names every key of its method, which must not stand in the way
-    assert load_config(str(path), ["method.name=standalone"]).method == METHODS.make_params("standalone")
+    assert load_config(str(path), ["method.name=fedavg"]).method == METHODS.make_params("fedavg")
 
 
 def test_the_defaults_of_every_method_survive() -> None:

@@ -166,12 +166,7 @@ def server(
         _serve(_open_fleet_run(Path(source)), settings)
         return
     client_names = _split_names(names) or ([] if insecure else fleet_certs.names())
-    # The clients have their own images: a folder of the server's is not split into training and test images.
-    fleet_keys = {"fleet.kind": "flower", "fleet.names": client_names or None, "data.test_only": True}
-    keys = with_options(override, {"data.dir": data_dir, **fleet_keys, **_fleet_size(client_names)})
-    if keys["fleet.kind"] != "flower":
-        remedy = "`vitfleet server` runs on other machines, `vitfleet run` in one process"
-        raise ConfigError("fleet.kind", keys["fleet.kind"], remedy)
+    keys = _fleet_keys(override, data_dir, client_names)
     command = ["vitfleet", *sys.argv[1:]]
     request = RunRequest(source, seed=seed, overrides=keys, plugins=plugin, out=out, command=command)
     run_folder = create_confirmed(request, yes)
@@ -309,6 +304,17 @@ def _split_names(text: str) -> list[str]:
     for name in names:
         check_client_name(name)
     return names
+
+
+def _fleet_keys(override: list[str], data_dir: str | None, names: list[str]) -> dict[str, Any]:
+    """Return the keys that are given, and those of a fleet of these clients."""
+    # The clients have their own images: a folder of the server's is not split into training and test images.
+    own = {"fleet.kind": "flower", "fleet.names": names or None, "data.test_only": True}
+    keys = with_options(override, {"data.dir": data_dir, **own, **_fleet_size(names)})
+    if keys["fleet.kind"] != "flower":
+        remedy = "`vitfleet server` runs on other machines, `vitfleet run` in one process"
+        raise ConfigError("fleet.kind", keys["fleet.kind"], remedy)
+    return keys
 
 
 def _fleet_size(names: list[str]) -> dict[str, Any]:

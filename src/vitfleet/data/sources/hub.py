@@ -76,7 +76,7 @@ def _to_table(rows: Any, split: str, columns: ColumnNames) -> TablePart:
         kind = type(rows.features[image]).__name__
         raise DataError(f"{split}: column '{image}' holds {kind}, not images; set data.image_column") from error
     table = encoded.with_format("arrow")[:]
-    return TablePart(table.replace_schema_metadata(encoded.features.arrow_schema.metadata), split, Path())
+    return TablePart(table.replace_schema_metadata(encoded.features.arrow_schema.metadata), split, None)
 
 
 def _why_unreachable(endpoint: str) -> str:

@@ -59,7 +59,7 @@ class TablePart:
 
     table: pa.Table
     name: str  # in error messages
-    folder: Path  # of the images that the table refers to by path
+    folder: Path | None  # images that a file names by path are in it; ``None``: no file, its paths are taken as they are
 
 
 def read_tables(train: list[TablePart], test: list[TablePart] | None, columns: ColumnNames) -> RawDataset:
@@ -113,7 +113,7 @@ def _encoded_images(part: TablePart, candidates: Sequence[str]) -> Iterator[tupl
         for content, path in zip(contents, paths, strict=True):
             name = f"{part.name}:{row}" + (f" ({path})" if path else "")
             if content is None and path:
-                yield _inside(part.folder, path, name), name
+                yield Path(path) if part.folder is None else _inside(part.folder, path, name), name
             else:
                 yield content or b"", name  # an empty cell is an image that cannot be read
             row += 1
