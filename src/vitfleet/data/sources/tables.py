@@ -59,7 +59,9 @@ class TablePart:
 
     table: pa.Table
     name: str  # in error messages
-    folder: Path | None  # images that a file names by path are in it; ``None``: no file, its paths are taken as they are
+    folder: (
+        Path | None
+    )  # images that a file names by path are in it; ``None``: no file, its paths are taken as they are
 
 
 def read_tables(train: list[TablePart], test: list[TablePart] | None, columns: ColumnNames) -> RawDataset:

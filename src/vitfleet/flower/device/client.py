@@ -224,8 +224,8 @@ class FlowerClient:
         runtime, split = setup.runtime, setup.runtime.method.feature_split
         assert split is not None
         weights = {name: tensor for part in parts if part is not None for name, tensor in part.tensors.items()}
-        net, weights = runtime.trainer.net, runtime.method.from_wire(Message(weights)).tensors
-        on_device = to_device(weights, setup.device)
+        net, received = runtime.trainer.net, runtime.method.from_wire(Message(weights)).tensors
+        on_device = to_device(received, setup.device)
         local_module = net.parts.union(net.parts.embed, *net.parts.blocks[:split])
         check_transforms(net, on_device, split, runtime.trainer.preprocess)
         if self.pretrained is not None:
