@@ -15,6 +15,7 @@ import click
 import pytest
 import typer.main
 
+import vitfleet
 from conftest import Command
 from test_refused import tls_server
 from vitfleet.cli.base import app
@@ -125,11 +126,12 @@ def test_a_fleet_with_every_option(commands: Commands) -> None:
     server = [
         *("server", "start-fedavg", *SMALL, "-o", "data.path=my photos/common", "--plugin", "mine.py"),
         *("--out", "run", "--data-dir", "nowhere", "--seed", "3", "--certs", "fleet", "--host", "127.0.0.1"),
-        *("--port", str(port), "--names", "garden,kitchen", "--yes"),
+        *("--port", str(port), "--names", "garden,kitchen", "--yes", "--trust-plugins"),
     ]
     more = [
         *("--certs", "fleet", "--device", "cpu", "--threads", "1", "--plugin", "mine.py"),
         *("--limit", "epochs=2", "--limit", "image_size=8"),
+        *("--pretrained", str(Path(vitfleet.__file__).parent / "weights" / "digits.safetensors")),
     ]
     clients = {name: [*client_of(name, port, more), "--state", f"state of {name}"] for name in ("garden", "kitchen")}
     for command, used in (("server", server), ("client", clients["garden"])):
