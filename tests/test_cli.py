@@ -312,7 +312,7 @@ def test_run_without_a_configuration_compares_three_methods_on_one_partition(
     assert "3 runs, estimated: about" in result.stdout
     rows = (tmp_path / "both" / "compare.csv").read_text().splitlines()
     assert len(rows) == 4
-    assert rows[0].startswith("name,method,seed,rounds,eval_split,accuracy.global")
+    assert rows[0].startswith("name,method,seed,rounds,defence,eval_split,accuracy.global")
 
     again = vitfleet(tmp_path, "run", *sizes, "--out", "both")
     assert again.returncode == 2
