@@ -119,7 +119,13 @@ def test_without_augmentation_and_mask_only_the_order_is_drawn() -> None:
 
 @pytest.mark.parametrize("change", [{"seed": 9}, {"round": 9}, {"client": 9}, {"epoch": 9}], ids=str)
 def test_draws_depend_on_every_part_of_the_address(change: dict[str, int]) -> None:
-    usual: dict[str, Any] = {"augment": ALL, "num_kept": 16, "drawn": {"replay": (30, 2)}, "random": ["noise"]}
+    usual: dict[str, Any] = {
+        "augment": ALL,
+        "num_kept": 16,
+        "drawn": {"replay": (30, 2)},
+        "random": ["noise"],
+        "cached_views": 4,
+    }
     base, other = draw(**usual), draw(**usual, **change)
     for field in fields(EpochDraws):
         assert not same(getattr(base, field.name), getattr(other, field.name))
