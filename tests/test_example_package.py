@@ -122,10 +122,15 @@ def test_changed_plugin_is_not_resumed(vitfleet: Command, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "config.json").read_text())["method"]["name"] == "mine"
     plugin.write_text(plugin.read_text() + "# changed\n")
-    code = "import sys; from vitfleet.cli import main; sys.argv = ['vitfleet', 'resume', 'run']; main()"
-    resumed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert resumed.returncode == 2
-    assert "has changed since the run began; restore it, or start a new run" in resumed.stderr
+    reasons = {
+        "'resume', 'run'": "read it, then say --trust-plugins",  # what it holds now was never trusted
+        "'resume', 'run', '--trust-plugins'": "has changed since the run began; restore it, or start a new run",
+    }
+    for arguments, reason in reasons.items():
+        code = f"import sys; from vitfleet.cli import main; sys.argv = ['vitfleet', {arguments}]; main()"
+        resumed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        assert resumed.returncode == 2
+        assert reason in resumed.stderr
 
 
 def test_installed_package_is_found_by_its_entry_point(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from loopback import export_images
+from loopback import defended, export_images
 from test_flower_fleet import flower, run_on_grid
 
 from conftest import TINY, MakeConfig
@@ -20,7 +20,7 @@ METRICS = "metrics={local_accuracy={every=1, share=0.7}, held_out_clients={}, pe
 
 @pytest.mark.parametrize("method", ["fedavg", "fedper"])
 def test_metrics_on_flower_equal_those_of_one_process(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
-    config = tiny_config(f"method.name={method}", "fleet.held_out=0.3", METRICS, "eval.clients=0")
+    config = defended(tiny_config(f"method.name={method}", "fleet.held_out=0.3", METRICS, "eval.clients=0"))
     export_images(config, tmp_path / "data")
     run_rounds(open_run(config, tmp_path / "simulation"))
     run_on_grid(flower(config), tmp_path / "flower")
