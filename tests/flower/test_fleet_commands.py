@@ -190,6 +190,7 @@ def test_a_client_that_will_never_be_accepted_ends_with_the_reason(commands: Com
     assert f"the server at {address} uses TLS: start this client without --insecure" in commands.output("plain")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("fleet_folder")
 def test_who_presses_ctrl_c_again_reads_no_traceback_and_leaves_nothing_behind(commands: Commands) -> None:
